@@ -60,8 +60,10 @@ SWITCH_S = 0.0005
 class Keeper:
     """Runs as the keeper actor of one node.  ``actors/perform.py`` starts it."""
 
-    def __init__(self, run: str, bucket: str, name: str, coordinator: Any, incarnation: int, silence_s: float, secret: bytes) -> None:
-        """``incarnation`` is the coordinator that starts this keeper.
+    def __init__(
+        self, run: str, bucket: str, name: str, coordinator: Any, incarnation: int, silence_s: float, secret: bytes, folder: str = ""
+    ) -> None:
+        """``incarnation`` is the coordinator that starts this keeper; ``folder`` is the job's ``offload_folder``.
 
         A keeper whose beats no coordinator has answered for ``silence_s`` seconds ends itself, as workers do.
         """
@@ -75,7 +77,7 @@ class Keeper:
         self.probe = Probe(self.store, name, run)
         self._said: dict[str, float] = {}
         self._told = coordinator.tell.options(max_task_retries=0)
-        self.keeper_store = KeeperStore(self.node, ray.util.get_node_ip_address(), secret, self._say, compiled_folder())
+        self.keeper_store = KeeperStore(self.node, ray.util.get_node_ip_address(), secret, self._say, folder, compiled_folder())
         command = [sys.executable, "-c", UPLOADER, json.dumps(sys.path), bucket, name]
         self.uploads = Uploads(self.keeper_store, command, self._uploaded, self._say)
         self.logs = Logs(self.store, f"{name}/logs/{run.removeprefix(f'{name}-')}", run, self.node)

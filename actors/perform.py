@@ -348,7 +348,7 @@ class Group:
             )
             .remote(
                 *(self.token, self.job.bucket, self.job.name, self.coordinator, self.incarnation),
-                *(2 * self.job.deadlines.lease_s, self.secret),
+                *(2 * self.job.deadlines.lease_s, self.secret, self.job.offload_folder),
             )
         )
         self.keepers[node] = actor

@@ -48,6 +48,7 @@ from elastic.config.values import (
     change_at,
     folder_name,
     free_settings,
+    own_folder,
     place,
     step_range,
     steps_of,
@@ -114,6 +115,11 @@ class Job(Part):
     """``optimizer`` keeps weights and moments in the node's memory, that of ``[copies]``, and brings them to the device only to be updated.
     The device has the weights in the format of forward and backward.  No copies have to be made then, and a worker that lives through a
     failure and keeps its part reads nothing.  The bits are the same."""
+    offload_folder: Free[Annotated[str, AfterValidator(own_folder)]] = ""
+    """Folder of a local disk of every node, such as ``/mnt/nvme``, in whose files offloaded state and its copies are.  Empty: in memory.
+    The files have no names, and are gone once no worker and no keeper of the run is left on the node."""
+    offload_buffer_gb: Free[Annotated[Number, Field(gt=0)]] = 1.0
+    """Memory, in GB, through which state in files passes, a few tensors at a time.  Where a worker has a GPU, most of it is the GPU's."""
     reproducible: Branch[Flag] = True
     """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction and deterministic kernels."""
     numerics: Refused[Annotated[Whole, Field(ge=1, le=NUMERICS)]] = NUMERICS

@@ -412,6 +412,8 @@ CLUSTER = {
     "on_driver_exit": "detach",
     "profile": "5-7",
     "offload": "optimizer",
+    "offload_folder": "/other/disk",
+    "offload_buffer_gb": 2,
     "workers": Workers(min=2, max=3, cpus=2, gpus=1, threads=4),
     "parallel": Parallel(dp_shard=2, min_shard=2, use="fit", zero=2),
     "checkpoint": Checkpoint(save_every=1),

@@ -56,6 +56,16 @@ def disagreements(job: Job) -> Iterator[str]:
 
 def _offload(job: Job) -> Iterator[str]:
     """Yields a sentence for each setting with which the state cannot live in the memory of the node."""
+    if job.offload_folder and not job.offloads:
+        yield (
+            f"offload_folder = {job.offload_folder!r} with offload = 'none': nothing would be in its files; set offload to 'optimizer', or "
+            f"leave it out"
+        )
+    if not job.offload_folder and job.offload_buffer_gb != 1:
+        yield (
+            f"offload_buffer_gb = {job.offload_buffer_gb:g} is for state in files, and offload_folder is empty; name a folder of a local "
+            f"disk, or leave it out"
+        )
     if not job.offloads:
         return
     named, zero = f"offload = {job.offload!r}", job.parallel.zero

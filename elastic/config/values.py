@@ -131,6 +131,15 @@ def place(url: str) -> str:
     return url if folder is None else os.path.abspath(os.path.expanduser(folder))
 
 
+def own_folder(path: str) -> str:
+    """Returns a path as absolute, and nothing for nothing.  Refuses a URL."""
+    if not path.strip():
+        return ""
+    if (folder := folder_of(path)) is None:
+        raise ValueError("must be a folder of a local disk, not a URL")
+    return os.path.abspath(os.path.expanduser(folder))
+
+
 def fault_word(vocabulary: Literal["OWN_KINDS", "Point"]) -> Callable[[str], str]:
     """Returns a check that a word belongs to ``vocabulary`` of ``elastic/sim/faults.py``."""
 

@@ -103,13 +103,13 @@ def slot_size(has: int, needed: int, foreseen: int, free: int, others: int) -> i
     return needed if has < needed or free < others else has
 
 
-def explained(smallest: float, largest: float, copy_every: int, buddy_every: int, *, offload: bool = False) -> str:
-    """Returns the sentence on the memory that copies and saves take.
+def explained(smallest: float, largest: float, copy_every: int, buddy_every: int, *, offload: bool = False, folder: str = "") -> str:
+    """Returns the sentence on the memory, or the disk of ``folder``, that copies and saves take.
 
     ``smallest`` and ``largest`` are the bytes of a worker's state in a world of all workers, and in one that cuts it into the fewest parts.
     """
     slots = slots_a_worker(copy_every, buddy_every, offload=offload)
-    takes = f"{amount(slots * smallest)} of its node for each worker"
+    takes = f"{amount(slots * smallest)} of its {'disk' if folder else 'node'} for each worker"
     most = amount(slots * largest)
     more = "" if smallest == largest else f"; where fewer workers share the state, more: up to {most}, if the node has it"
     if not copy_every:
@@ -119,7 +119,7 @@ def explained(smallest: float, largest: float, copy_every: int, buddy_every: int
         )
     copies = slots_for(copy_every, buddy_every, offload=offload) - SAVE_SLOTS
     what, own = ("state", "its own state and copies of it") if offload else ("copies", "copies of its own state")
-    text = f"{what} in host memory and saves take {takes}, in {slots} slots of {amount(smallest)}: "
+    text = f"{what} in {f'files of {folder}' if folder else 'host memory'} and saves take {takes}, in {slots} slots of {amount(smallest)}: "
     text += f"{SAVE_SLOTS} for a save, {copies} for {own}"
     return text + (f", {BUDDY_SLOTS} for those of a worker on another node" if buddy_every else "") + more
 
@@ -133,18 +133,21 @@ def amount(size: float) -> str:
     return f"{size:.3g} {UNITS[-1]}"
 
 
-def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: int, *, offload: bool = False) -> str:
+def no_room(copy_every: int | str, needed: int, free: int, where: str, slots: int, *, offload: bool = False, folder: str = "") -> str:
     """Returns why copies of ``needed`` bytes do not fit into ``free`` bytes, or "" if they fit.
 
-    ``needed`` is what they take in a world of all workers; ``where`` names the limit.
+    ``needed`` is what they take in a world of all workers; ``where`` names the limit.  With ``folder`` they are in files there.
     """
     if needed <= free:
         return ""
     fewer = {"copies.buddy_every = 0": slots_for(1, 0, offload=offload)} | ({} if offload else {"copies.copy_every = 0": slots_for(0, 0)})
     less = [f"{setting} leaves {left} of {slots} slots" for setting, left in fewer.items() if left < slots]
+    setting, medium = (f"offload_folder = {folder!r}", "disk") if folder else (f"copies.copy_every = {copy_every}", "memory")
+    missing = amount(needed - free)
+    raised = f"raise the limit by {missing} for each worker (on Kubernetes resources.limits.memory of the pod)"
     return (
-        f"copies.copy_every = {copy_every}: this worker's copies and saves take at least {amount(needed)} of memory ({slots} slots), "
-        f"and {where} leaves only {amount(free)} beside those of the node's other workers; raise the limit by {amount(needed - free)} "
-        f"for each worker (on Kubernetes resources.limits.memory of the pod), or need less: "
+        f"{setting}: this worker's copies and saves take at least {amount(needed)} of {medium} ({slots} slots), "
+        f"and {where} leaves only {amount(free)} beside those of the node's other workers; "
+        f"{f'make {missing} free for each worker, name a folder of a larger disk' if folder else raised}, or need less: "
         f"{', '.join((*less, 'more workers that share the state make each part smaller (parallel.min_shard, workers.min)'))}"
     )

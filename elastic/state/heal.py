@@ -108,6 +108,7 @@ class Healing:
         with torch.no_grad():
             for key, value in home.values.items():
                 home.sums[home.blocks[key]] = digests(value.to(state.world.device, non_blocking=True)).to(home.sums.device)
+                home.let_go(key)
         snapshots.moved_in(state.shard, self.plan.version)
 
 
@@ -140,12 +141,22 @@ def from_members(
         if mine and theirs:
             if fill:
                 state.shard.part(tensor, move.slice).copy_(_find(sources, tensor, move.slice))
+                for shard in (state.shard, *sources):
+                    shard.let_go((tensor.kind, tensor.name))
         elif mine:
             outgoing[rank_of[move.destination]].append(_find(sources, tensor, move.slice))
         elif theirs:
             part = state.shard.part(tensor, move.slice)
             incoming[rank_of[move.source]].append(part if fill else torch.empty_like(part))
-    return _exchange(outgoing, incoming, state.world, hook)
+
+    def between() -> None:
+        for shard in (state.shard, *sources):
+            shard.let_go()
+        hook()
+
+    received = _exchange(outgoing, incoming, state.world, between)
+    state.shard.let_go()
+    return received
 
 
 def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
@@ -242,5 +253,6 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
             tensor = by_name[part.kind, part.name]
             value = torch.frombuffer(raw, dtype=DTYPES[tensor.dtype]).view(part.shape)
             state.shard.part(tensor, part).copy_(value)
+            state.shard.let_go((tensor.kind, tensor.name))
             hook()
     return reader.bytes_read

@@ -38,6 +38,7 @@ def initialise(state: State, builder: Builder, counters: Counters, hook: Callabl
     for tensor in state.tensors:
         if tensor.kind not in ("parameter", *BUFFERS) and (value := state.shard.values.get((tensor.kind, tensor.name))) is not None:
             value.zero_()
+            state.shard.let_go((tensor.kind, tensor.name))
     if state.job.numerics == 1:
         print("numerics = 1: world rank 0 initialises the whole model on its CPU, within deadlines.form_s", flush=True)
         return from_first(state, builder, hook)
@@ -85,6 +86,7 @@ def cut(state: State, tensor: Tensor, whole: torch.Tensor) -> None:
     for box in held(tensor, state.shard.cell).boxes:
         part = tuple(slice(a, b) for a, b in zip(box.slice.start, box.slice.stop, strict=True))
         state.shard.part(tensor, box.slice).copy_(whole[part])
+    state.shard.let_go((tensor.kind, tensor.name))
 
 
 def lay(name: str, nbytes: int) -> None:

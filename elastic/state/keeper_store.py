@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,19 @@ class KeeperStore:
     ``host`` is the address at which other nodes reach this one; ``address`` is that of the store's listener.
     """
 
-    def __init__(self, node: NodeId, host: str, secret: bytes, say: Callable[[str], None] = print, compiled_at: Path | None = None) -> None:
-        """``say`` receives the sentences that belong in the keeper's log.  ``compiled_at`` is the node's folder of compiled code."""
-        self.node, self.secret, self.say, self._compiled_at = node, secret, say, compiled_at
+    def __init__(
+        self,
+        node: NodeId,
+        host: str,
+        secret: bytes,
+        say: Callable[[str], None] = print,
+        folder: str = "",
+        compiled_at: Path | None = None,
+    ) -> None:
+        """``say`` receives the sentences that belong in the keeper's log.  Copies of other nodes' workers are in files of ``folder``, if
+        it is given.  ``compiled_at`` is the node's folder of compiled code.
+        """
+        self.node, self.secret, self.say, self.folder, self._compiled_at = node, secret, say, folder, compiled_at
         self._lock = threading.Lock()
         self._own: dict[WorkerId, Region] = {}
         self._dead: set[WorkerId] = set()
@@ -190,9 +201,9 @@ class KeeperStore:
         if found is None:
             return
         region, slot = found
-        digests, data = region.digests(slot), region.data(slot)
+        digests = region.digests(slot)
         for offset, size, block, blocks in head["ranges"]:
-            wire.send_raw([digests[block : block + blocks].cast("B"), data[offset : offset + size]])
+            wire.send_raw(chain([digests[block : block + blocks].cast("B")], region.pieces(slot, offset, size)))
         wire.send({"still": region.find(_wanted(head)) == slot})
 
     def _damaged(self, worker: WorkerId, head: dict[str, Any]) -> None:
@@ -216,7 +227,8 @@ class KeeperStore:
                 self.say(f"this node has no memory for a copy of {worker}, which lives on another node: {why}")
                 raise WireError(f"no memory for a copy of {worker}")
             wire.receive_into(region.digests(slot)[: head["blocks"]].cast("B"))
-            wire.receive_into(region.data(slot)[: head["bytes"]])
+            for piece in region.pieces(slot, 0, head["bytes"]):
+                wire.receive_into(piece)
             if complete := bool(wire.head()["still"]):
                 region.finish(slot, copy, head["bytes"])
         finally:
@@ -234,7 +246,7 @@ class KeeperStore:
         with self._lock:
             region, coming = self._others.get(worker), self._coming[worker]
             if region is None or (not coming and (region.slot_bytes, region.slot_blocks) != sizes):
-                region = self._others[worker] = Region.create(BUDDY_SLOTS, *sizes)
+                region = self._others[worker] = Region.create(BUDDY_SLOTS, *sizes, folder=self.folder)
             held = region.all_held()
             free = [slot for slot, copy in enumerate(held) if slot not in coming and (copy is None or copy != safe or held.count(safe) > 1)]
             if not free or (region.slot_bytes, region.slot_blocks) != sizes:
@@ -290,7 +302,7 @@ class KeeperStore:
             head = {"ask": "bring", "bytes": size, "blocks": blocks, "slot_bytes": region.slot_bytes, "slot_blocks": blocks}
             head |= {"safe": request(worker, safe) if safe else None} | request(worker, copy)
             began = time.monotonic()
-            wire.send(head, [region.digests(slot).cast("B"), region.data(slot)[:size]])
+            wire.send(head, chain([region.digests(slot).cast("B")], region.pieces(slot, 0, size)))
             wire.send({"still": region.held(slot) == copy})
             if there := wire.head()["taken"]:
                 self._took(worker, time.monotonic() - began)

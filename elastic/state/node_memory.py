@@ -1,4 +1,4 @@
-"""Measures the memory that a node has left for copies, and takes it for them.
+"""Measures the memory, or the disk, that a node has left for copies, and takes it for them.
 
 Copies lie in anonymous files (memfd), which count for the cgroup like any memory, but not for the size of /dev/shm.  The system gives such
 memory as it is written, and ends a process by SIGKILL where a limit is passed.  So a slot is written only after :func:`reserve` has looked
@@ -66,6 +66,23 @@ def _limits(cgroup: Path, own: Path) -> Iterator[tuple[Path, str, int, str, str]
                     yield group, limit, int(allowed), used, cached
 
 
+def free_disk(folder: str | int) -> tuple[int, str]:
+    """Returns the bytes that may still be taken on the disk that has ``folder``, or an open file, and words for that disk."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize, "the disk of offload_folder"
+
+
+def whole_disk(folder: str) -> int:
+    """Returns the bytes of the disk that has ``folder``."""
+    found = os.statvfs(folder)
+    return found.f_blocks * found.f_frsize
+
+
+def free_for(region: Region) -> tuple[int, str]:
+    """Returns the bytes that may still be taken where ``region`` is, and the limit that is reached first."""
+    return free_disk(region.descriptor) if region.on_disk else free_memory()
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """Excludes other workers and keepers of this node, so that two do not count on the same free memory.
@@ -86,16 +103,19 @@ def alone() -> Iterator[None]:
         os.close(folder)
 
 
-def copies_here() -> tuple[int, int]:
+def copies_here(folder: str = "") -> tuple[int, int]:
     """Returns two sizes of this node's copies, of any run: bytes wanted but not written, and written bytes that may become free.
+
+    They are those of copies in memory, or in files of ``folder``.
 
     The latter are what living workers have beyond what they want, and what only a keeper still holds: copies of workers on other nodes, and
     of dead workers.  Those of dead workers are freed once the next world has newer copies.
     """
     sizes, holders = dict[int, tuple[int, int]](), defaultdict[int, set[str]](set)
+    links = f"{os.path.realpath(folder)}/" if folder else REGIONS
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError, ValueError):  # the process is gone, or belongs to another user; or its build is another one
-            if os.readlink(entry).startswith(REGIONS):
+            if (link := os.readlink(entry)).startswith(links) and link.endswith(" (deleted)"):
                 found = os.stat(entry)
                 sizes[found.st_ino] = Region.wanted(entry), 512 * found.st_blocks
                 holders[found.st_ino].add(entry.parts[2])
@@ -114,10 +134,13 @@ def reserve(region: Region, slot: int, size: int) -> str:
 
 def take(region: Region, slot: int, size: int) -> str:
     """Takes memory like :func:`reserve`, for a caller that is :func:`alone` already."""
-    (free, where), lacking = free_memory(), region.lacks(slot, size)
+    (free, where), lacking = free_for(region), region.lacks(slot, size)
     if lacking and lacking + SPARE > free:
         return f"it needs {amount(lacking)} more, and {where} leaves {amount(free)}, of which {amount(SPARE)} stay free"
-    region.reserve(slot, size)
+    try:
+        region.reserve(slot, size)
+    except OSError as error:  # somebody else filled the disk just now
+        return f"it needs {amount(lacking)} more, and {where} gives none: {error.strerror}"
     return ""
 
 

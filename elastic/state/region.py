@@ -4,6 +4,9 @@ It is an anonymous file (memfd) that the worker makes and its keeper opens too, 
 nothing is left on the node when both are gone.  A slot counts as empty while it is written: its header says so before the first byte is
 written, and says "complete" after the last.  Each block of a slot has a digest, so that torn or corrupted bytes are never taken for state.
 
+With ``offload_folder`` it is a file of a disk instead, which has no name there.  So all of this holds for it, too.  Every process maps it
+as it maps memory, and :meth:`Region.let_go` keeps the part of the file that is in a process's memory small.
+
 The file is as long as the copies of the largest permitted shard, but that costs nothing: a slot takes memory when it is written, as much
 as its copy needs, and gives back what a larger copy once needed.  On CUDA a slot is pinned in one piece, which may be longer than its copy:
 ``snapshot.py`` says when.  The worker owns a slot's memory for as long as it lives, and its keeper after that.
@@ -22,9 +25,10 @@ import json
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from elastic.errors import StateMissing
 from elastic.ids import Cell
@@ -79,6 +83,8 @@ POPULATE_WRITE = 23
 """Advice for ``madvise`` that takes memory for writing, since Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
 REMOVE = mmap.MADV_REMOVE
 """Advice for ``madvise`` that gives memory of a file back: for every process that has it open, it is zero from then on."""
+PIECE = 2**24
+"""Bytes of a slot of a file after which a process that reads or writes all of it lets go of them."""
 SLOT = ("complete", "step", "generation", "bytes", "save", *CELL)
 """Words of a slot's header.  ``complete`` is 1 while the slot holds a whole copy, whose size is ``bytes``; otherwise it is 0.  ``save`` is
 1 if the worker has made the copy for a save, and does not overwrite it before that save is over.  No other copy may be uploaded: a world
@@ -148,18 +154,19 @@ class Region:
             raise StateMissing("this is no region of host copies, or one of another version of Elastic")
         self.slots, self.slot_bytes, self.slot_blocks, self._tensors_bytes = sizes
         self._digests_at = PAGE + _pages(self._tensors_bytes)
+        self.on_disk = not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{NAME}")
         self._reserved = [0] * self.slots
         """Bytes from the beginning of each slot that this process has taken from the system: only a slot's writer takes memory."""
 
     @classmethod
-    def create(cls, slots: int, slot_bytes: int, slot_blocks: int, tensors: Sequence[Tensor] = ()) -> Region:
+    def create(cls, slots: int, slot_bytes: int, slot_blocks: int, tensors: Sequence[Tensor] = (), folder: str = "") -> Region:
         """Makes a region of ``slots`` slots, each of ``slot_bytes`` with ``slot_blocks`` digests.  Memory is given as it is written.
 
         The slots hold parts of ``tensors``, which are described here for readers that outlive the worker.  All slots count as wanted
-        until ``wanted`` is set.
+        until ``wanted`` is set.  With ``folder`` the region is a file of that folder's disk.  Raises OSError if there can be none.
         """
         described = json.dumps([asdict(tensor) for tensor in tensors]).encode()
-        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        descriptor = _nameless(folder) if folder else os.memfd_create(NAME, os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _size(slots, slot_bytes, slot_blocks, len(described)))
         with mmap.mmap(descriptor, PAGE + len(described)) as first:
             first[PAGE:] = described
@@ -306,9 +313,15 @@ class Region:
         return max(_pages(size) - self._reserved[slot], 0)
 
     def reserve(self, slot: int, size: int) -> None:
-        """Takes the memory of the first ``size`` bytes of the slot.  ``node_memory.reserve`` looks first whether there is room for it."""
+        """Takes the memory of the first ``size`` bytes of the slot.  ``node_memory.reserve`` looks first whether there is room for it.
+
+        Raises OSError if the disk of a file has none.
+        """
         first = self.data_at(slot)
-        self.take(first + self._reserved[slot], first + size)
+        if self.on_disk:
+            os.posix_fallocate(self.descriptor, first, max(_pages(size), 1))  # otherwise a write to a full disk would end the process
+        else:
+            self.take(first + self._reserved[slot], first + size)
         self._reserved[slot] = max(_pages(size), self._reserved[slot])
 
     def give_back(self, slot: int, size: int = 0) -> None:
@@ -318,10 +331,33 @@ class Region:
             _madvise(start + kept, rest, REMOVE)
         self._reserved[slot] = min(kept, self._reserved[slot])
 
+    def let_go(self, first: int, last: int) -> None:
+        """Lets the system take the pages with these bytes out of this process's memory, if they are in a file; they come again when used.
+
+        What was written there stays: the system brings it to the disk.  Nothing happens to a region in memory.
+        """
+        if self.on_disk:
+            start, first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), first - first % PAGE
+            _madvise(start + first, last - first, mmap.MADV_DONTNEED)
+
+    def pieces(self, slot: int, offset: int, size: int) -> Iterator[memoryview]:
+        """Yields some bytes of the slot in pieces; of a file only one of them is in memory at once."""
+        first, last = self.data_at(slot) + offset, self.data_at(slot) + offset + size
+        for at in range(first, last, PIECE if self.on_disk else max(size, 1)):
+            end = min(at + PIECE, last) if self.on_disk else last
+            yield self.memory[at:end]
+            self.let_go(at, end)
+
     def data(self, slot: int) -> memoryview:
         """Returns all bytes of the slot, [slot_bytes], of which a copy may fill only the first."""
         first = self.data_at(slot)
         return self.memory[first : first + self.slot_bytes]
+
+
+def _nameless(folder: str) -> int:
+    """Returns the descriptor of a new file of ``folder`` that has no name there: it is gone as soon as no process has it open."""
+    with TemporaryFile(dir=folder) as file:
+        return os.dup(file.fileno())
 
 
 def _words(cell: Cell) -> tuple[int, ...]:

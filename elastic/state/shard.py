@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,9 @@ class Home:
     blocks: Mapping[Key, slice]
     whole: bool = False
     """True if the slot held the wanted copy already."""
+    on_disk: bool = False
+    let_go: Callable[[Key], None] = lambda key: None
+    """Takes a tensor out of this process's memory where it is in a file.  It is called after each use; the next one brings it again."""
 
 
 @dataclass
@@ -52,6 +55,12 @@ class Shard:
     values: dict[Key, torch.Tensor]
     home: Home | None = None
     """The slot in which the parameters and moments lie, if they are in no memory of their own."""
+
+    def let_go(self, *keys: Key) -> None:
+        """Takes the tensors out of this process's memory if they live in a file, or all of them if none is named."""
+        if self.home is not None:
+            for key in keys or self.home.values:
+                self.home.let_go(key)
 
     def part(self, tensor: Tensor, wanted: Slice) -> torch.Tensor:
         """Returns the memory of ``wanted``.  Raises :class:`StateMissing` if no box of this shard contains all of it."""

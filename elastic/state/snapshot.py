@@ -7,7 +7,7 @@ the next world forms: it reads the shard that is left, and what it writes outliv
 A save is such a copy.  Making it is all that a worker does for a save: the keeper uploads what the slot holds.
 
 Where state is offloaded it lives in a slot itself (``state/streaming.py``).  Then nothing is copied: each update fills another slot, which
-is the copy.
+is the copy.  Slots in a file are never pinned: they would stay in memory.
 
 **Memory.**  A slot has as much as its copy needs.  Where slots are pinned they get more while the node has it: as much as a copy will need
 in the next world, if a node or a worker is lost.  To pin memory while a smaller world begins to train would hold up its first steps.
@@ -32,10 +32,10 @@ from elastic.protocol.commit_record import NO_SAVE, Copied, Outcome
 from elastic.protocol.copy_schedule import NO_SAVES, Copies, Copy, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
 from elastic.state.digest import digests
-from elastic.state.node_memory import SPARE, free_memory, reserve
+from elastic.state.node_memory import SPARE, free_for, reserve
 from elastic.state.pins import Pins
 from elastic.state.region import Frame, Region, frame
-from elastic.state.shard import DTYPES, Home, Shard
+from elastic.state.shard import DTYPES, Home, Key, Shard
 from storage.background import begin
 from storage.slices import Tensor
 
@@ -104,7 +104,7 @@ class Snapshots:
         self._took_s: float | None = None
         self._lived_in: frozenset[int] = frozenset()
         """The slots in which shards live, which no copy protects."""
-        self._way = _Pinned(region, self.memory, device) if device.type == "cuda" else _Plain(region)
+        self._way = _Pinned(region, self.memory, device) if device.type == "cuda" and not region.on_disk else _Plain(region)
         self._under_way: tuple[Future[None], Callable[[], None]] | None = None
         """The copy that is being made, and a call that makes it again."""
 
@@ -255,7 +255,14 @@ class Snapshots:
             key, room = (tensor.kind, tensor.name), self.memory[data + place.offset : data + place.offset + place.bytes]
             values[key] = room.view(DTYPES[tensor.dtype]).view(held(tensor, cell).shape)
             blocks[key] = slice(place.first_block, place.first_block + place.blocks)
-        return Home(slot, layout.bytes, values, torch.frombuffer(self.region.digests(slot), dtype=torch.int64), blocks, whole)
+        places = {(tensor.kind, tensor.name): place for tensor, place in layout.places.items()}
+
+        def let_go(key: Key) -> None:
+            first = data + places[key].offset
+            self.region.let_go(first, first + places[key].bytes)
+
+        sums = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
+        return Home(slot, layout.bytes, values, sums, blocks, whole, self.region.on_disk, let_go)
 
     def _free(self, slots: Collection[Copy | None]) -> list[int]:
         """Returns those of ``slots`` that hold neither a protected copy nor a living shard."""
@@ -350,7 +357,7 @@ class Snapshots:
     def _has_room_again(self) -> bool:
         """Returns whether a copy for which there was no memory would find it now.  Then the next save begins, and copies go on after it."""
         lacking = self.region["lacking"]
-        return lacking > 0 and free_memory()[0] >= lacking + SPARE
+        return lacking > 0 and free_for(self.region)[0] >= lacking + SPARE
 
     @property
     def bytes(self) -> int:

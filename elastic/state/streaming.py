@@ -4,57 +4,81 @@ Nobody writes to the slot of a version.  An update reads it and writes another s
 So a process that dies in an update leaves the version before, whole, in memory that its node's keeper holds too.
 
 Tensors come in groups.  While a group is updated, the next one comes and the one before goes, each over a stream of its own, since a bus
-carries as much in both directions at once.  The alternative is to update on the CPU
-(Ren and others 2021, ZeRO-Offload): only gradients and weights travel then, but a CPU adds in another order than a GPU, and is slower.
+carries as much in both directions at once.  So an update takes about as long as the slowest of the three.  The alternative is to update on
+the CPU (Ren and others 2021, ZeRO-Offload): only gradients and weights travel then, but a CPU adds in another order than a GPU, and is
+slower.
+
+The slots may be in files (Rajbhandari and others 2021, ZeRO-Infinity).  Nothing else changes, except that threads read and write them, and
+that each tensor leaves the memory of this process once it was read or written.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from threading import Lock
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from elastic.engine.streams import stream, wait_for
+from elastic.job import Job
 from elastic.state.digest import digests
 from elastic.state.shard import Home, Key
+from storage.background import begin
 
+T = TypeVar("T")
 GROUP = 2**28
-"""Bytes after which a group ends, rounded up to a parameter with its moments."""
+"""Largest size of a group in bytes, unless a parameter with its moments is larger."""
 GROUPS = 3
-"""Largest number of groups on the device at once."""
+"""Largest number of groups on the device at once: one comes, one is updated, one goes."""
+SHARES = GROUPS + 2
+"""Number of groups for which ``offload_buffer_gb`` has room: one more for two tensors that are mapped while they are read and written, and
+one for what an optimizer takes to update a group."""
 Values = dict[Key, torch.Tensor]
 
 
-def groups_of(units: Sequence[Mapping[Key, torch.Tensor]]) -> list[list[Key]]:
-    """Returns the keys of all units in groups of about ``GROUP`` bytes; each unit is in one group."""
+def group_bytes(job: Job) -> int:
+    """Returns the largest size of a group in bytes."""
+    return int(job.offload_buffer_gb * 1e9) // SHARES if job.offload_folder else GROUP
+
+
+def groups_of(units: Sequence[Mapping[Key, torch.Tensor]], most: int) -> list[list[Key]]:
+    """Returns the keys of all units in groups of at most ``most`` bytes, or of one unit if that is larger."""
     groups: list[list[Key]] = []
     room = 0
     for unit in units:
-        if room <= 0 or not groups:
+        size = sum(value.nbytes for value in unit.values())
+        if size > room or not groups:
             groups.append([])
-            room = GROUP
+            room = most
         groups[-1] += unit
-        room -= sum(value.nbytes for value in unit.values())
+        room -= size
     return groups
 
 
 def through(device: torch.device, before: Home, after: Home, groups: Sequence[Sequence[Key]]) -> Generator[Values]:
     """Yields the tensors of each group of ``before`` on ``device``.  What the caller makes of them goes to ``after``, with its digests.
 
-    Nothing is in flight any more when it ends or is closed.
+    A group that was yielded is emptied once its tensors were written, so that the device has at most ``GROUPS`` of them.  Nothing is in
+    flight any more when the generator ends or is closed.
     """
-    way: _Way = _Streams(device) if device.type == "cuda" else _Plain()
+    way: _Way = _Threads(device) if before.on_disk else _Streams(device) if device.type == "cuda" else _Plain()
     coming = [way.load(before, keys) for keys in groups[:1]]
-    gone: Callable[[], None] | None = None
+    going = deque[tuple[Values, Callable[[], None]]]()
     try:
         for following in (*groups[1:], ()):
             values = coming.pop()()
-            if gone is not None:
+            while len(going) > GROUPS - 2:
+                written, gone = going.popleft()
                 gone()
+                written.clear()
             coming.append(way.load(before, following))
             yield values
-            gone = way.store(after, values)
+            going.append((values, way.store(after, values)))
     finally:
         way.finish()
 
@@ -63,6 +87,7 @@ def put(home: Home, key: Key, value: torch.Tensor) -> None:
     """Writes a tensor, which may be on a device, and its digests."""
     home.values[key].copy_(value)
     home.sums[home.blocks[key]] = digests(value).to(home.sums.device)
+    home.let_go(key)
 
 
 class _Way(Protocol):
@@ -90,6 +115,59 @@ class _Plain:
 
     def finish(self) -> None:
         """Returns at once."""
+
+
+class _Threads:
+    """The way between files and any device: one thread reads a group, and another one writes the group before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._under_way: set[Future[Any]] = set()
+        """The calls that nobody has waited for; the result of any other is not kept."""
+        self._one_writes = Lock()
+
+    def load(self, home: Home, keys: Sequence[Key]) -> Callable[[], Values]:
+        return self._begin(partial(self._read, home, keys), "offload in")
+
+    def store(self, home: Home, values: Values) -> Callable[[], None]:
+        computed = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        return self._begin(partial(self._write, home, values, computed), "offload out")
+
+    def finish(self) -> None:
+        errors = [error for each in self._under_way if (error := each.exception())]
+        self._under_way.clear()
+        if errors:
+            raise errors[0]
+
+    def _begin(self, call: Callable[[], T], name: str) -> Callable[[], T]:
+        future = begin(call, name)
+        self._under_way.add(future)
+
+        def ended() -> T:
+            self._under_way.discard(future)
+            return future.result()
+
+        return ended
+
+    @torch.no_grad()
+    def _read(self, home: Home, keys: Sequence[Key]) -> Values:
+        values = Values()
+        with self._stream("offload in"):
+            for key in keys:
+                values[key] = home.values[key].to(self.device, copy=True)
+                home.let_go(key)
+        return values
+
+    @torch.no_grad()
+    def _write(self, home: Home, values: Values, computed: torch.cuda.Event | None) -> None:
+        with self._one_writes, self._stream("offload out"):
+            if computed is not None:
+                computed.wait()
+            for key, value in values.items():
+                put(home, key, value)
+
+    def _stream(self, purpose: str) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream(purpose, self.device)) if self.device.type == "cuda" else nullcontext()
 
 
 class _Streams:

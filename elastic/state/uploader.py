@@ -83,18 +83,22 @@ def upload(checkpoints: Checkpoints, region: Region, part: Part, given_up: Calla
         raise StateMissing(f"the copy of {part.version} is not in its slot any more")
     data, checked = region.data(slot), list[bool]()
 
+    def let_go(tensor: Tensor) -> None:
+        first = region.data_at(slot) + lies.places[tensor].offset
+        region.let_go(first, first + lies.places[tensor].bytes)
+
     def before_each_slice() -> None:
         if given_up():
             raise GivenUp
         if not checked:
             checked.append(True)
-            check(region, slot, lies)
+            check(region, slot, lies, let_go)
 
     parts = [
         (tensor, box.slice, _bytes_of(data, lies.places[tensor], tensor, box, held(tensor, copy.cell).shape))
         for tensor, box in written_by(tensors, part.layout, part.rank)
     ]
-    receipt = checkpoints.write_shard(part.version, name_of(part.layout, part.rank), parts, before_each_slice, tensors)
+    receipt = checkpoints.write_shard(part.version, name_of(part.layout, part.rank), parts, before_each_slice, tensors, let_go)
     if region.find(copy) != slot:
         raise StateMissing(f"the copy of {part.version} was overwritten while it was written to the bucket")
     return receipt
@@ -108,13 +112,17 @@ def _bytes_of(data: memoryview, place: Place, tensor: Tensor, box: Box, shape: t
     return np.ascontiguousarray(piece).reshape(-1).data
 
 
-def check(region: Region, slot: int, lies: Frame) -> None:
-    """Raises :class:`StateMissing` unless every block in the slot has the digest that it was copied with."""
+def check(region: Region, slot: int, lies: Frame, done: Callable[[Tensor], None] = lambda tensor: None) -> None:
+    """Raises :class:`StateMissing` unless every block in the slot has the digest that it was copied with.
+
+    Calls ``done`` for each tensor that is checked.
+    """
     data, digests = region.data(slot), region.digests(slot)
     for tensor, place in lies.places.items():
         expected = np.frombuffer(digests[place.first_block : place.first_block + place.blocks], dtype=np.int64)
         if not np.array_equal(_sums(data, place), expected):
             raise StateMissing(f"the copy of {tensor.kind} {tensor.name!r} in host memory is damaged")
+        done(tensor)
 
 
 def _sums(data: memoryview, place: Place) -> np.ndarray[Any, np.dtype[np.int64]]:

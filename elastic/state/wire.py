@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, Self
 
 from elastic.errors import WireError
@@ -76,7 +77,7 @@ class Wire:
     def send(self, head: dict[str, Any], parts: Iterable[bytes | memoryview] = ()) -> None:
         """Sends a message: ``head``, then the bytes of ``parts``.  Raises :class:`WireError`."""
         text = json.dumps(head).encode()
-        self.send_raw([LENGTH.pack(len(text)) + text, *parts])
+        self.send_raw(chain([LENGTH.pack(len(text)) + text], parts))
 
     def send_raw(self, parts: Iterable[bytes | memoryview]) -> None:
         """Sends the bytes of ``parts`` without a head.  Raises :class:`WireError`."""

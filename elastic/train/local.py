@@ -44,6 +44,7 @@ from elastic.train.session import make_session, make_snapshots, prepare_process
 from elastic.train.step import Session, run_step
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import Damaged, StorageError
+from storage.slices import Tensor
 
 WORKER = WorkerId("local")
 
@@ -83,7 +84,11 @@ def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] |
     """Writes this process's part of a save itself and returns the receipt; ``hook`` is called before each slice goes out."""
     layout, rank = state.world.layout, state.world.rank
     parts = [(tensor, box.slice, _raw(state.shard.part(tensor, box.slice))) for tensor, box in written_by(state.tensors, layout, rank)]
-    return checkpoints.write_shard(state.shard.version, name_of(layout, rank), parts, hook, state.tensors)
+
+    def done(tensor: Tensor) -> None:
+        state.shard.let_go((tensor.kind, tensor.name))
+
+    return checkpoints.write_shard(state.shard.version, name_of(layout, rank), parts, hook, state.tensors, done)
 
 
 def _raw(value: torch.Tensor) -> memoryview:

@@ -23,7 +23,7 @@ from elastic.imports import failure, load
 from elastic.job import Job
 from elastic.plan.placement import cell_of, held
 from elastic.state.shard import DTYPE_NAMES, DTYPES, Home, Key, Shard
-from elastic.state.streaming import groups_of, put, through
+from elastic.state.streaming import group_bytes, groups_of, put, through
 from elastic.train.arithmetic import Arithmetic
 from storage.errors import Unavailable
 from storage.slices import Tensor, Version, nbytes
@@ -184,14 +184,17 @@ class State:
         self.shard.values |= {key: values[key] for unit in self._streamed for key in unit}
         self.shard.home, self.next_home = home, None
         self.parameters.parts = {name: values["parameter", name] for name in self.parameters.parts}
+        if isinstance(self.parameters, Whole):
+            self.parameters.let_go = lambda name: home.let_go(("parameter", name))
         self.trained = {name: values["parameter", name] for name in self.trained}
         self.optimizer.parts = {name: _part_of(part, values) for name, part in parts.items()}
 
     def _visit(self, update: Callable[[list[Part]], None]) -> None:
         """Updates the parts on the device, group by group, on their way to the next slot; the model gets the new weights."""
         assert self.shard.home is not None and self.next_home is not None and isinstance(self.parameters, Whole)
-        with closing(through(self.world.device, self.shard.home, self.next_home, groups_of(self._streamed))) as groups:
-            for values in groups:
+        groups = groups_of(self._streamed, group_bytes(self.job))
+        with closing(through(self.world.device, self.shard.home, self.next_home, groups)) as there:
+            for values in there:
                 names = [name for kind, name in values if kind == "parameter"]
                 update([_part_of(self.optimizer.parts[name], values) for name in names if name in self.trained])
                 for name in names:
@@ -216,6 +219,7 @@ class State:
         for key, value in self.shard.values.items():
             if not _is_streamed(key):
                 value.copy_(self.shard.home.values[key])
+                self.shard.home.let_go(key)
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
         """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from errno import EACCES, ENOENT, ENOTDIR, EPERM, EROFS
 from math import ceil
@@ -23,18 +25,23 @@ from elastic.imports import failure
 from elastic.job import Job
 from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount, explained
-from elastic.plan.placement import number_of_cells
+from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.runs import Run
+from elastic.state.region import frame
+from elastic.state.streaming import SHARES, group_bytes
 from elastic.train.counters import Counters
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import build_of, make_session
 from storage.errors import Unavailable
 from storage.objects import ObjectStore
 from storage.objects.selftest import check
+from storage.slices import Tensor
 
 SLOW = 5e8
 """Bytes of state a second at which a slow bucket fills a forming world."""
+SLOW_DISK = 1e9
+"""Bytes of state a second that a disk reads while it writes as many: one disk that several workers of a node share."""
 LARGE = 1e9
 """Bytes of state from which on a device or a node may have too little memory for all of it."""
 TELLING_S = 10.0
@@ -75,14 +82,18 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     run.check_data(build.data)
     job = run.job
     notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
-    state_bytes = bytes_of(tensors_of(model, session.rule))
+    tensors = tensors_of(model, session.rule)
+    state_bytes = bytes_of(tensors)
+    _check_buffer(job, tensors)
     _check_flops(model, job)
     if job.profile:
         notes.append(f"profile = {job.profile!r}: world rank 0 writes its profile to {run.store.full_name(f'{job.name}/profiles')}")
     if run.newest() is None:
         notes += _initialising(job, model)
     notes += _packing(job, model, session.loader.dataset)
-    return Checked(build, [*notes, *_unused(job)] if local else [*notes, _copying(job, state_bytes), *_forming(job, state_bytes)])
+    if local:
+        return Checked(build, [*notes, *_unused(job)])
+    return Checked(build, [*notes, _copying(job, state_bytes), *_forming(job, state_bytes), *_updating(job, state_bytes)])
 
 
 def _bucket(job: Job) -> ObjectStore:
@@ -109,6 +120,22 @@ def _bucket(job: Job) -> ObjectStore:
     return store
 
 
+def _check_buffer(job: Job, tensors: Sequence[Tensor]) -> None:
+    """Raises :class:`JobError` if a parameter with its moments is larger than a group that passes through ``offload_buffer_gb``."""
+    if not job.offload_folder:
+        return
+    cell, units = cell_of(min(job.layouts(), key=number_of_cells), 0), Counter[str]()
+    for tensor, place in frame(tensors, cell).places.items():
+        units[tensor.name] += place.bytes
+    name, largest = units.most_common(1)[0]
+    if largest > group_bytes(job):
+        raise JobError(
+            f"offload_buffer_gb = {job.offload_buffer_gb:g} is too small: the state passes through it in {SHARES} groups, and {name!r} of "
+            f"{job.model!r} with its moments has {amount(largest)} where the fewest workers share it; set it to "
+            f"{ceil(SHARES * largest / 1e7) / 100:g} or more, or raise workers.min or parallel.min_shard"
+        )
+
+
 def _unused(job: Job) -> list[str]:
     """Returns a sentence about the settings that ask for more than the one worker of ``--local``."""
     asked = {"workers.min": job.workers.min} | {f"parallel.{name}": value for name, value in job.parallel.model_dump().items()}
@@ -119,7 +146,8 @@ def _unused(job: Job) -> list[str]:
 def _copying(job: Job, state_bytes: int) -> str:
     """Returns a sentence about the memory that copies take."""
     rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts()]
-    text = explained(state_bytes / cells[-1], state_bytes / min(cells), rules.copy_every, rules.buddy_every, offload=job.offloads)
+    sizes, folder = (state_bytes / cells[-1], state_bytes / min(cells)), job.offload_folder
+    text = explained(*sizes, rules.copy_every, rules.buddy_every, offload=job.offloads, folder=folder)
     if rules.layout.dp_shard is None and cells[-1] < job.workers.max and state_bytes >= LARGE:
         text += "; less where a device or a node has too little memory, because more workers share the state then"
     return text
@@ -161,6 +189,19 @@ def _forming(job: Job, state_bytes: int) -> list[str]:
     return [
         f"deadlines.form_s = {form_s:g} may be too short for {amount(state_bytes)} of state: at {amount(SLOW)} a second, as of a slow "
         f"bucket, they take {takes_s:.0f} s, and a world that is not ready by then is formed anew; set it to {ceil(2 * takes_s)} or more"
+    ]
+
+
+def _updating(job: Job, state_bytes: int) -> list[str]:
+    """Returns a warning if the state in files is so large that a fence may not wait for the end of an update."""
+    part, fence_s = state_bytes / number_of_cells(job.layouts()[-1]), job.deadlines.fence_s
+    takes_s = part / SLOW_DISK
+    if not job.offload_folder or takes_s <= fence_s / 2:
+        return []
+    return [
+        f"deadlines.fence_s = {fence_s:g} may be too short for an update of {amount(part)} of state in files: at {amount(SLOW_DISK)} a "
+        f"second it takes {takes_s:.0f} s, and a worker that does not answer a fence in time is ended; set it to {ceil(2 * takes_s)} or "
+        f"more, and deadlines.stall_s too"
     ]
 
 

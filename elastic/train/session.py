@@ -7,6 +7,7 @@ import platform
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
+from tempfile import TemporaryFile
 
 import torch
 
@@ -24,7 +25,7 @@ from elastic.plan.placement import cell_of, distinct_cells, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.protocol.copy_schedule import SaveRule
 from elastic.protocol.plan import Plan
-from elastic.state.node_memory import alone, copies_here, free_memory
+from elastic.state.node_memory import alone, copies_here, free_disk, free_memory
 from elastic.state.region import Region, frame, slot_sizes
 from elastic.state.snapshot import Snapshots
 from elastic.train.counters import Counters
@@ -82,10 +83,24 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
     if PRECISIONS[job.precision].fp8 is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise JobError(f"precision = {job.precision!r}: {torch.cuda.get_device_name(device)} cannot multiply in fp8; take 'bf16'")
+    if job.offload_folder:
+        check_folder(job.offload_folder)
     if device.type == "cuda" and (little := little_shared(shared_memory())):
         print(little, flush=True)
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
     return device
+
+
+def check_folder(folder: str) -> None:
+    """Raises :class:`JobError` unless this process can make files in ``folder`` and look at its disk."""
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise JobError(
+            f"offload_folder = {folder!r} is not a folder in which a worker on {platform.node()} can make files ({error.strerror}); "
+            f"make it on every node, on a local disk, or name another one"
+        ) from error
 
 
 def kind_of(device: torch.device, chosen: str | float = "none") -> str:
@@ -145,14 +160,15 @@ def make_snapshots(
     smallest = _shard_bytes(tensors, job.layouts(min(max(least, shared), job.workers.max))[-1])
     own, slots = (count(rule.copy_every, rule.buddy_every, offload=job.offloads) for count in (slots_for, slots_a_worker))
     with alone():
-        (free, where), (coming, kept) = free_memory(), copies_here()
+        folder = job.offload_folder
+        (free, where), (coming, kept) = (free_disk(folder), copies_here(folder)) if folder else (free_memory(), copies_here())
         needed, left = slots * smallest, max(free - coming, 0)
-        if why := no_room(job.copies.copy_every, needed, left, where, slots, offload=job.offloads):
+        if why := no_room(job.copies.copy_every, needed, left, where, slots, offload=job.offloads, folder=folder):
             raise (NoRoomYet if needed <= left + kept else JobError)(why)
-        region = Region.create(own, slot_bytes, slot_blocks, tensors)
+        region = Region.create(own, slot_bytes, slot_blocks, tensors, folder)
         region["wanted"] = own * smallest
         counters["copies"] = region.descriptor
-    if device.type == "cuda" and (little := little_lockable(own * slot_bytes, lockable_memory())):
+    if device.type == "cuda" and not folder and (little := little_lockable(own * slot_bytes, lockable_memory())):
         print(little, flush=True)
 
     def strike(plan: Plan, rank: int, step: int) -> None:

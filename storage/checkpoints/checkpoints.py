@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,8 +109,9 @@ class Checkpoints:
         parts: Sequence[Part],
         hook: Callable[[], None] | None = None,
         state: Iterable[Tensor] | None = None,
+        done: Callable[[Tensor], None] = lambda tensor: None,
     ) -> ShardReceipt:
-        """Writes one writer's slices as ``<name>.safetensors``.  Calls ``hook`` before each slice.
+        """Writes one writer's slices as ``<name>.safetensors``.  Calls ``hook`` before each slice, and ``done`` whenever one was read.
 
         ``state``: every tensor of the whole state.  With it, :meth:`commit` also refuses a state that lacks a whole tensor.  Raises
         :class:`ValueError` if the bytes of a part do not have the size of its slice.
@@ -119,9 +121,10 @@ class Checkpoints:
             if data.nbytes != entry.size:
                 raise ValueError(f"{entry.key} as {entry.dtype} has {entry.size} bytes; {data.nbytes} were given")
         slices = [part for _, part in ordered]
-        header = header_of([entry for entry, _ in ordered], metadata_of(version, [digest_of(data) for _, _, data in slices]))
-        file = _digested(f"{name}.safetensors", [header, *(data for _, _, data in slices)])
-        file = self._create(version, file, lambda: _chunks(header, slices, hook))
+        digests = [digest_of(data) for data in _bytes_of(slices, done)]
+        header = header_of([entry for entry, _ in ordered], metadata_of(version, digests))
+        file = _digested(f"{name}.safetensors", chain([header], _bytes_of(slices, done)))
+        file = self._create(version, file, lambda: chain([header], _bytes_of(slices, done, hook)))
         cuts = cuts_of((tensor, part) for tensor, part, _ in slices)
         return ShardReceipt(version, file, _digested(file.name, [header]), cuts, "" if state is None else _state_digest(state))
 
@@ -288,12 +291,13 @@ class Checkpoints:
             return "it is marked as damaged, and the note that says why is damaged too"
 
 
-def _chunks(header: bytes, parts: Iterable[Part], hook: Callable[[], None] | None) -> Iterator[Piece]:
-    yield header
-    for _, _, data in parts:
+def _bytes_of(parts: Iterable[Part], done: Callable[[Tensor], None], hook: Callable[[], None] | None = None) -> Iterator[Piece]:
+    """Yields the bytes of each part.  It calls ``hook`` before one, and ``done`` once the next is asked for."""
+    for tensor, _, data in parts:
         if hook is not None:
             hook()
         yield data
+        done(tensor)
 
 
 def _digested(name: str, pieces: Iterable[Piece]) -> File:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -16,16 +19,32 @@ OFFLOADED: dict[str, Any] = {"offload": "optimizer", "parallel": {"zero": 2}}
 READ = ("healed_live_bytes", "healed_host_bytes", "healed_bucket_bytes")
 
 
+def open_below(folder: Path) -> list[str]:
+    """Returns the files of ``folder`` that a process of this machine has open, also those without a name."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            found.append(os.readlink(entry))
+    return [link for link in found if link.startswith(f"{folder}/")]
+
+
 @pytest.mark.full
-def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path) -> None:
-    """R1, R2: of two workers that share the state, one is killed after it has written its part of an update, the other in a later step.
+@pytest.mark.parametrize("medium", ["memory", "files"])
+def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path, medium: str) -> None:
+    """F4, R1, R2: of two workers that share the state, one is killed after it has written its part of an update, the other in a later step.
 
     Each time a newcomer takes the dead one's part, from host memory.  The survivor has only to forget the update that the dead one did not
     end, and reads nothing.
     """
     expected = alone(toy_job(tmp_path / "alone", name="local", steps=16))
     faults = [{"point": "in_update", "step": 6, "world_rank": 1}, {"point": "backward", "step": 11, "world_rank": 0, "generation": 2}]
-    job = toy_job(tmp_path / "killed", steps=16, **OFFLOADED, workers={"min": 2, "max": 2}, checkpoint={"save_every": 4}, faults=faults)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with TemporaryFile(dir=disk):
+        assert open_below(disk), "a file without a name would be found"
+    settings = OFFLOADED | ({"offload_folder": str(disk), "offload_buffer_gb": 1e-4} if medium == "files" else {})
+    settings |= {"workers": {"min": 2, "max": 2}, "checkpoint": {"save_every": 4}}
+    job = toy_job(tmp_path / "killed", steps=16, faults=faults, **settings)
     chaos = trial(job)
     assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
     first, second, third = formed(Run.open(job).records())
@@ -37,6 +56,7 @@ def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path) -> None:
     for newcomer in ({*second.members} | {*third.members}) - {*first.members}:
         assert seen[newcomer].final["healed_host_bytes"] > 0 == seen[newcomer].final["healed_bucket_bytes"]
     assert_nothing_left(chaos)
+    assert not [*disk.iterdir()] and not open_below(disk), "no file is left, with a name or without"
 
 
 @pytest.mark.full

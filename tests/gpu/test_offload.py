@@ -31,12 +31,11 @@ SIZE = 2**26
 TENSORS = tuple(Tensor(f"w{number}", "parameter", "F32", (SIZE // 4096, 1024)) for number in range(12))
 
 
-@pytest.fixture
-def homes(monkeypatch: pytest.MonkeyPatch) -> tuple[Home, Home]:
-    """Returns two pinned slots, of which the first has numbers; each of its tensors is a group."""
-    monkeypatch.setattr(streaming, "GROUP", 1)
-    whole, version = frame(TENSORS, cell(1, 0)), Version(1, 1)
-    snapshots = Snapshots(Region.create(4, whole.bytes, whole.blocks, TENSORS), TENSORS, torch.device("cuda"), AUTO)
+@pytest.fixture(params=["memory", "files"])
+def homes(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Home, Home]:
+    """Returns two slots, pinned if they are in memory, of which the first has numbers; each of its tensors is a group."""
+    whole, version, folder = frame(TENSORS, cell(1, 0)), Version(1, 1), str(tmp_path) if request.param == "files" else ""
+    snapshots = Snapshots(Region.create(4, whole.bytes, whole.blocks, TENSORS, folder), TENSORS, torch.device("cuda"), AUTO)
     snapshots.ready()
     one = snapshots.home(Copy(version, cell(1, 0)), [], adopt=False)
     for number, value in enumerate(one.values.values()):
@@ -45,7 +44,7 @@ def homes(monkeypatch: pytest.MonkeyPatch) -> tuple[Home, Home]:
 
 
 def double(one: Home, other: Home) -> None:
-    for values in through(torch.device("cuda", 0), one, other, groups_of([{key: value} for key, value in one.values.items()])):
+    for values in through(torch.device("cuda", 0), one, other, groups_of([{key: value} for key, value in one.values.items()], 1)):
         for value in values.values():
             value.mul_(2)
 
@@ -63,6 +62,7 @@ def test_the_next_slot_has_the_results_and_the_device_a_few_groups(homes: tuple[
     assert 2 * SIZE <= torch.cuda.max_memory_allocated() - before < (GROUPS + 0.5) * SIZE
 
 
+@pytest.mark.parametrize("homes", ["memory"], indirect=True)
 @pytest.mark.parametrize("apart", [True, False], ids=["streams", "control"])
 def test_one_group_comes_while_another_goes(homes: tuple[Home, Home], monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
     """The trace has copies to the device during copies from it; if both use one stream it has none."""
@@ -81,18 +81,20 @@ def test_one_group_comes_while_another_goes(homes: tuple[Home, Home], monkeypatc
     assert bool(together) == apart
 
 
+@pytest.mark.parametrize("medium", ["memory", "files"])
 @pytest.mark.parametrize(
     "changes",
     [{}, {"precision": "bf16"}, {"optim": {"lr": 1e-2, "kind": "muon"}}, {"optim": {"lr": 1e-2, "moments": "bf16"}}],
     ids=str,
 )
-def test_the_bits_are_those_of_state_on_the_device(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_the_bits_are_those_of_state_on_the_device(tmp_path: Path, changes: dict[str, Any], medium: str) -> None:
     """The control: another seed gives other bits."""
     gpu, settings = Ranks(1, "cuda"), {"parallel": {"zero": 2}, **changes}
+    offloaded: dict[str, Any] = {"offload": "optimizer"} | ({"offload_folder": str(tmp_path)} if medium == "files" else {})
     try:
         resident = train(gpu, toy_job(tmp_path / "resident", **settings), Layout(1, 1), 4)
-        assert train(gpu, toy_job(tmp_path / "offloaded", offload="optimizer", **settings), Layout(1, 1), 4).hash == resident.hash
-        other = train(gpu, toy_job(tmp_path / "other", offload="optimizer", seed=1, **settings), Layout(1, 1), 4)
+        assert train(gpu, toy_job(tmp_path / "offloaded", **offloaded, **settings), Layout(1, 1), 4).hash == resident.hash
+        other = train(gpu, toy_job(tmp_path / "other", seed=1, **offloaded, **settings), Layout(1, 1), 4)
         assert other.hash != resident.hash
     finally:
         gpu.close()

@@ -78,16 +78,19 @@ class Node:
 
 
 @contextmanager
-def cluster(layout: Layout, per_node: int, slots: int = 2) -> Iterator[tuple[Plan, list[Node]]]:
-    """Yields the plan of a world that begins at AT, and its nodes: ``per_node`` workers on each, whose regions its keeper holds."""
+def cluster(layout: Layout, per_node: int, slots: int = 2, folder: str = "") -> Iterator[tuple[Plan, list[Node]]]:
+    """Yields the plan of a world that begins at AT, and its nodes: ``per_node`` workers on each, whose regions its keeper holds.
+
+    With ``folder`` all copies are in files there.
+    """
     members = tuple(WorkerId(f"w{rank}") for rank in range(layout.world))
     nodes = [NodeId(f"node{rank // per_node}") for rank in range(layout.world)]
     plan = Plan(1, AT.generation, layout, members, AT, "init", (), nodes[0], tuple(nodes), copy_every=1)
     largest = frame(TENSORS, cell(1, 0))
     with ExitStack() as stack:
-        found = {name: Node(name, KeeperStore(name, "127.0.0.1", SECRET), {}) for name in dict.fromkeys(nodes)}
+        found = {name: Node(name, KeeperStore(name, "127.0.0.1", SECRET, folder=folder), {}) for name in dict.fromkeys(nodes)}
         for rank, member in enumerate(members):
-            region = Region.create(slots, largest.bytes, largest.blocks, TENSORS)
+            region = Region.create(slots, largest.bytes, largest.blocks, TENSORS, folder)
             node = found[nodes[rank]]
             node.workers[member] = Snapshots(region, TENSORS, torch.device("cpu"), AUTO)
             node.store.adopt(member, os.getpid(), region.descriptor)

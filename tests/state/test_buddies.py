@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +26,10 @@ from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
 
 
-def test_a_buddy_has_what_its_node_lost() -> None:
+@pytest.mark.parametrize("medium", ["memory", "files"])
+def test_a_buddy_has_what_its_node_lost(tmp_path: Path, medium: str) -> None:
     """Two nodes, each the other's buddy; one is gone, with its copies and with those it kept for the other."""
-    with cluster(Layout(1, 2), 1, slots=4) as (plan, nodes):
+    with cluster(Layout(1, 2), 1, slots=4, folder=str(tmp_path) if medium == "files" else "") as (plan, nodes):
         plan = replace(plan, buddy_every=1)
         pair(nodes)
         enter(plan, nodes)
@@ -38,6 +40,7 @@ def test_a_buddy_has_what_its_node_lost() -> None:
                 snapshots.committed(outcome(step, copied=step - 1, buddied=step - 1), shard_of(Version(step, 2), 2, rank))
             await_buddied(copiers, step)
         assert {each.version.step for each in nodes[1].store.held() if each.worker == "w0"} == {7, 8}
+        assert {region.on_disk for node in nodes for region in node.store._others.values()} == {medium == "files"}
         for lost, left in ((0, 1), (1, 0)):
             holders = [each for each in nodes[left].store.held() if each.version == Version(8, 2)]
             assert {(each.worker, each.cell) for each in holders} == {("w0", cell(2, 0)), ("w1", cell(2, 1))}, f"node {lost} is gone"

@@ -17,7 +17,7 @@ import pytest
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.protocol.copy_schedule import Copy
-from elastic.state import keeper_store, node_memory, snapshot
+from elastic.state import keeper_store, node_memory
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
 from tests.state.nodes import AT, SECRET, TENSORS, cluster, enter, outcome, pair, shard_of
@@ -45,8 +45,7 @@ def taken(region: Region) -> int:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) -> None:
-    for module in (node_memory, snapshot):
-        monkeypatch.setattr(module, "free_memory", lambda: (free(), "the container (memory.max = 1)"))
+    monkeypatch.setattr(node_memory, "free_memory", lambda: (free(), "the container (memory.max = 1)"))
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -12,7 +12,7 @@ import pytest
 from elastic.errors import StateMissing
 from elastic.ids import Version
 from elastic.protocol.copy_schedule import Copy
-from elastic.state.region import ALIGNED, BLOCK, Region, frame
+from elastic.state.region import ALIGNED, BLOCK, PIECE, Region, frame
 from storage.slices import Tensor
 from tests.support.cells import cell
 
@@ -25,7 +25,7 @@ from elastic.protocol.copy_schedule import Copy
 from elastic.state.region import Region
 from elastic.ids import Version
 from tests.support.cells import cell
-region = Region.create(2, 5000, 1)
+region = Region.create(2, 5000, 1, folder=sys.argv[2])
 region.data(1)[:] = bytes(range(250)) * 20
 region.digests(1)[0] = 42
 region.begin(1)
@@ -36,14 +36,17 @@ input()
 """
 
 
+@pytest.mark.parametrize("medium", ["memory", "file"])
 @pytest.mark.parametrize("how", ["whole", "torn"])
-def test_what_was_written_outlives_the_writer(how: str) -> None:
+def test_what_was_written_outlives_the_writer(tmp_path: Path, how: str, medium: str) -> None:
     """The region is opened while its writer lives and read after the SIGKILL; a slot with a copy under way holds nothing."""
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    folder = str(tmp_path) if medium == "file" else ""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, how, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     region = Region.of_process(writer.pid, int(writer.stdout.readline()))
     writer.kill()
     writer.communicate()
+    assert region.on_disk == (medium == "file") and not [*tmp_path.iterdir()]
     assert region.held(0) is None
     assert region.held(1) == (HELD if how == "whole" else None)
     assert bytes(region.data(1)) == bytes(range(250)) * 20 and region.digests(1)[0] == 42
@@ -64,6 +67,44 @@ def test_memory_is_taken_beforehand_and_what_is_in_it_stays() -> None:
     region.take(region.data_at(0) + 6 * mib, region.data_at(1) + 8 * mib)
     assert taken() >= 16 * mib
     assert bytes(region.data(1)[:4]) == b"abc\0" and not any(region.data(0))
+
+
+@pytest.mark.parametrize("medium", ["memory", "file"])
+def test_memory_that_is_given_back_is_free_for_others(tmp_path: Path, medium: str) -> None:
+    mib = 2**20
+    region = Region.create(2, 8 * mib, 1, folder=str(tmp_path) if medium == "file" else "")
+
+    def taken() -> int:
+        return os.fstat(region.descriptor).st_blocks * 512
+
+    for slot in (0, 1):
+        region.reserve(slot, 8 * mib)
+        region.data(slot)[:] = bytes([slot + 1]) * 8 * mib
+    assert taken() >= 16 * mib
+    region.give_back(0, mib)
+    assert 9 * mib <= taken() <= 10 * mib and region.lacks(0, 8 * mib) == 7 * mib
+    assert bytes(region.data(0)[:mib]) == bytes([1]) * mib and not any(region.data(0)[mib:]) and region.data(1)[-1] == 2
+
+
+def test_a_process_that_reads_a_file_in_pieces_has_one_of_them_in_memory(tmp_path: Path) -> None:
+    """The control: the whole slot at once is in memory, until the process lets go of it."""
+    size = 8 * PIECE
+    region = Region.create(1, size, 1, folder=str(tmp_path))
+    for piece in region.pieces(0, 0, size):
+        piece[:] = bytes([7]) * len(piece)
+
+    def mapped() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("RssFile:")[2].split()[0])
+
+    before, most, found = mapped(), 0, bytearray()
+    for piece in region.pieces(0, 0, size):
+        found += piece
+        most = max(most, mapped() - before)
+    assert found == bytes([7]) * size and most <= 2 * PIECE
+    assert bytes(region.data(0)) == found and mapped() - before >= size
+    region.let_go(region.data_at(0), region.data_at(0) + size)
+    assert mapped() - before <= PIECE and bytes(region.data(0)) == found
 
 
 def test_slots_do_not_touch_each_other() -> None:

@@ -75,6 +75,23 @@ def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text:
     assert told(large, float(sentence.split()[-3])) == [] != told(large, 300)
 
 
+def test_a_state_too_large_for_an_update_in_files_within_a_fence_is_told_of(tmp_path: Path, text: Path) -> None:
+    """A disk may need minutes for the state of 8 B parameters.  The value that the sentence recommends silences it; memory is no disk."""
+    prepare(text, str(tmp_path / "data"))
+    large = {"vocab": 257, "dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336}
+
+    def told(model: dict[str, Any], fence_s: float, folder: str = "/disk") -> list[str]:
+        settings: dict[str, Any] = {"offload": "optimizer", "parallel": {"zero": 2}, "deadlines": {"fence_s": fence_s, "stall_s": fence_s}}
+        settings |= {"offload_folder": folder, "offload_buffer_gb": 10} if folder else {}
+        job = job_on(tmp_path, tmp_path / "data", name=f"of-{model['dim']}", model_args=model, workers={"max": 2}, **settings)
+        return [note for note in preflight(job).notes if "fence_s" in note]
+
+    assert told({"vocab": 257, "dim": 16, "layers": 1, "heads": 2}, 10) == [] == told(large, 10, "")
+    (sentence,) = told(large, 10)
+    assert sentence.startswith("deadlines.fence_s = 10 may be too short for an update of 41.9 GB of state in files: "), sentence
+    assert told(large, float(sentence.partition("set it to ")[2].split()[0])) == [] != told(large, 40)
+
+
 def test_the_cost_of_an_initialisation_on_the_cpu_is_told(tmp_path: Path, text: Path) -> None:
     """It took 94 s for 8 B parameters; nothing is said of a small model, of one on GPUs, or of a run that has begun."""
     prepare(text, str(tmp_path / "data"))

@@ -13,7 +13,7 @@ not use some parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
@@ -60,6 +60,8 @@ class Whole(Parameters):
         owner of their memory, which is the host's, sets them.
         """
         self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.dp_shard, offloads
+        self.let_go: Callable[[str], None] = lambda name: None
+        """It is called with a parameter's name once its part, which may be in a file, was read."""
         self._fresh = False
         """True if the model's weights are those of the parts; it matters only where the parts are in host memory."""
         known = dict(model.named_parameters())
@@ -147,6 +149,7 @@ class Whole(Parameters):
         if self.offloads and not self._fresh:
             for name, part in self.parts.items():
                 self.take(name, part.to(self.world.device, non_blocking=True))
+                self.let_go(name)
             self._fresh = True
         self._fp8.cast(self.parts)
         self._gathers.begin()

@@ -226,6 +226,7 @@ def _fill(shard: Shard, chunks: Iterator[Chunk], staging_stream: StagingStream, 
             hook()
         used += value.nbytes
         sums.append(chunk[1].clone())
+        shard.let_go((part.tensor.kind, part.tensor.name))
     right = torch.equal(staging_stream.arrived(), torch.cat(sums))
     for part, room, value in scattered if right else ():
         value.copy_(_gathered(part, room, value))
@@ -265,8 +266,13 @@ def _local(wire: Wire, holding: Holding, ranges: Sequence[Range], own: Region | 
         raise StateMissing("it was overwritten")
     data = torch.frombuffer(region.data(slot), dtype=torch.uint8)
     sums = torch.frombuffer(region.digests(slot), dtype=torch.int64)
-    chunks = ((part, sums[part.block : part.block + part.blocks], data[part.offset : part.offset + part.bytes]) for part in ranges)
-    return chunks, lambda: region.find(_copy(holding)) == slot
+
+    def chunks() -> Iterator[Chunk]:
+        for part in ranges:
+            yield part, sums[part.block : part.block + part.blocks], data[part.offset : part.offset + part.bytes]
+            region.let_go(region.data_at(slot) + part.offset, region.data_at(slot) + part.offset + part.bytes)
+
+    return chunks(), lambda: region.find(_copy(holding)) == slot
 
 
 def _remote(wire: Wire, holding: Holding, ranges: Sequence[Range]) -> Answer:

@@ -15,8 +15,8 @@ from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, slots_a_worker
 from elastic.plan.memory import COPIED, USABLE, Need, least_shard
-from elastic.state.node_memory import whole_memory
-from elastic.state.streaming import GROUP, GROUPS
+from elastic.state.node_memory import whole_disk, whole_memory
+from elastic.state.streaming import GROUPS, group_bytes
 from elastic.train.model import bytes_of
 from storage.slices import Tensor, nbytes
 
@@ -51,7 +51,7 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
         computing=whole if job.offloads else copies,
         gathered=whole if stage in (1, 2) else 0,
         late=stage == 1 and not job.reproducible,
-        streamed=min(GROUPS * GROUP + sum(sorted(units.values())[-GROUPS:]), units.total()) if job.offloads else 0,
+        streamed=min(GROUPS * group_bytes(job) + sum(sorted(units.values())[-GROUPS:]), units.total()) if job.offloads else 0,
     )
 
 
@@ -75,7 +75,8 @@ def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
     """Returns the number of states, cut among workers or not, of which this node has room for all copies and saves."""
     rule = job.rules()
     slots = slots_a_worker(rule.copy_every, rule.buddy_every, offload=job.offloads)
-    return COPIED * whole_memory() / (slots * bytes_of(tensors))
+    room = whole_disk(job.offload_folder) if job.offload_folder else whole_memory()
+    return COPIED * room / (slots * bytes_of(tensors))
 
 
 def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, took: int = 0) -> int:

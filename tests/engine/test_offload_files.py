@@ -1,0 +1,333 @@
+"""State in files of a disk that passes through a bounded buffer (``offload_folder``): the same bits, and little of it in memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.engine.optim.base import rule_of
+from elastic.engine.world import World
+from elastic.errors import JobError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.copy_budget import CopyRule
+from elastic.plan.layout import Layout
+from elastic.protocol.copy_schedule import Copy
+from elastic.state import node_memory
+from elastic.state.region import Region, frame
+from elastic.state.shard import Home, Key, Shard
+from elastic.state.snapshot import Snapshots
+from elastic.state.streaming import SHARES, Values, _Threads, group_bytes, groups_of, through
+from elastic.train import session
+from elastic.train.local import run_local
+from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
+from elastic.train.preflight import preflight
+from storage.slices import Tensor
+from tests.engine.test_offload import AFTER, in_groups, torn
+from tests.support.cells import cell
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import Ranks
+from tests.support.segments import Part, Trained, finish, member, train
+from tests.support.toys import toy_job
+from tests.support.worlds import STEPS
+
+SMALL = SHARES * 2**14 / 1e9
+"""GB of a buffer through which the toy model's state passes in many groups."""
+LARGE: dict[str, Any] = {"vocab": 29, "dim": 256, "layers": 16, "heads": 4}
+
+
+def in_files(folder: Path, zero: int = 2, **changes: Any) -> Job:
+    settings = {"offload": "optimizer", "offload_folder": str(folder), "offload_buffer_gb": SMALL, "parallel": {"zero": zero}}
+    return toy_job(folder, **settings | changes)
+
+
+def trained(ranks: Ranks, job: Job, layout: Layout, last: int, **how: bool) -> str:
+    parts: list[Part] = ranks.run(layout, partial(in_groups, **how), job, Version(0, 0), last)
+    return finish(job, layout, [part.receipt for part in parts], Version(last, parts[0].outcomes[-1].generation))
+
+
+@pytest.mark.parametrize(("layout", "zero"), [(Layout(1, 1), 0), (Layout(1, 3), 1), (Layout(2, 2), 2)], ids=str)
+def test_every_layout_gives_the_bits_of_state_on_the_device(
+    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, zero: int
+) -> None:
+    """F4: shards are uneven with 3, replicas beside shards with 2×2, embeddings tied."""
+    assert trained(ranks, in_files(tmp_path, zero), layout, STEPS) == reference.hash
+
+
+def test_the_hash_sees_weights_that_are_not_brought(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+    """Negative control: the model goes on with the weights with which it began."""
+    assert trained(ranks, in_files(tmp_path), Layout(1, 2), STEPS, stale=True) != reference.hash
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim": {"lr": 1e-2, "moments": "bf16"}, "precision": "bf16"},
+        {"optim": {"lr": 1e-2, "kind": "muon"}},
+        pytest.param({"precision": "fp16"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_whatever_the_engine_does_the_bits_are_the_same(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Moments of another format, directions that are prepared, gradients that overflow."""
+    layout = Layout(1, 2)
+    resident = train(ranks, toy_job(tmp_path / "resident", parallel={"zero": 2}, **changes), layout, 4)
+    (tmp_path / "files").mkdir()
+    assert trained(ranks, in_files(tmp_path / "files", **changes), layout, 4) == resident.hash
+
+
+def test_groups_are_as_large_as_the_buffer_allows() -> None:
+    """The fifth part of a buffer of 100 bytes has two tensors of ten, and a tensor of thirty is a group alone."""
+    job = in_files(Path("/nowhere"), offload_buffer_gb=1e-7)
+    units = [{("parameter", str(number)): torch.empty(size, dtype=torch.uint8)} for number, size in enumerate([10, 10, 1, 30, 10, 10])]
+    assert [[name for _, name in group] for group in groups_of(units, group_bytes(job))] == [["0", "1"], ["2"], ["3"], ["4", "5"]]
+
+
+@pytest.mark.parametrize(("later", "together"), [(1, True), (2, False)], ids=["the next group", "control"])
+def test_a_group_is_updated_while_the_one_before_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: int, together: bool) -> None:
+    """The first group goes only once the next one is updated and the one after comes.
+
+    The control: the update of that one has to wait, since no more than three groups are in memory at once.
+    """
+    tensors = tuple(Tensor(f"w{number}", "parameter", "F32", (8, 8)) for number in range(5))
+    whole, version = frame(tensors, cell(1, 0)), Version(1, 1)
+    snapshots = Snapshots(Region.create(4, whole.bytes, whole.blocks, tensors, str(tmp_path)), tensors, torch.device("cpu"), CopyRule())
+    one = snapshots.home(Copy(version, cell(1, 0)), [], adopt=False)
+    for value in one.values.values():
+        value.fill_(3)
+    other = snapshots.next_home(Shard(version, cell(1, 0), {}, one))
+    came, updated, seen = defaultdict[str, Event](Event), defaultdict[str, Event](Event), list[bool]()
+    write, read = _Threads._write, _Threads._read
+
+    def reads(self: _Threads, home: Home, keys: list[Key]) -> Values:
+        for _, name in keys:
+            came[name].set()
+        return read(self, home, keys)
+
+    def writes(self: _Threads, home: Home, values: Values, computed: None) -> None:
+        if ("parameter", "w0") in values:
+            patience_s = PATIENCE_S if together else 0.5
+            seen.append(updated[f"w{later}"].wait(patience_s) and came[f"w{later + 1}"].wait(patience_s))
+        write(self, home, values, computed)
+
+    monkeypatch.setattr(_Threads, "_read", reads)
+    monkeypatch.setattr(_Threads, "_write", writes)
+    for values in through(torch.device("cpu"), one, other, groups_of([{key: value} for key, value in one.values.items()], 1)):
+        for (_, name), value in values.items():
+            value.mul_(2)
+            updated[name].set()
+    assert seen == [together] and all((value == 6).all() for value in other.values.values())
+
+
+# ---- memory
+
+MEASURED = """
+import sys
+from pathlib import Path
+from elastic.state.region import Region
+from elastic.train.local import run_local
+from tests.engine.test_offload_files import LARGE
+from tests.support.toys import toy_job
+
+folder, how, buffer_gb = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+settings = {} if how == "resident" else {"offload": "optimizer"}
+if how in ("files", "mapped"):
+    settings |= {"offload_folder": str(folder), "offload_buffer_gb": buffer_gb}
+if how == "mapped":
+    Region.let_go = lambda self, first, last: None
+
+def resident(field):
+    return 1024 * int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(field)))
+
+def run(name, **more):
+    job = toy_job(folder / name, parallel={"zero": 2}, steps=3, checkpoint={"save_every": 3}, **settings, **more)
+    assert run_local(job, lambda line: None)[0] == "Finished"
+
+run("small")  # loads what any run loads
+before = resident("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew
+run("large", global_batch=2, model_args=LARGE)
+print(resident("VmHWM") - before)
+"""
+
+
+def peak(folder: Path, how: str, buffer_gb: float) -> int:
+    """Returns the bytes by which the memory of a real process grew at most, in initialisation, steps and a save."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory is given back at once, as tensors of real size are
+    command = [sys.executable, "-c", MEASURED, str(folder), how, str(buffer_gb)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.parametrize(
+    ("how", "bounded"),
+    [
+        ("files", True),
+        ("resident", False),
+        ("mapped", False),
+        pytest.param("memory", False, marks=pytest.mark.full),
+    ],
+)
+def test_f4_memory_is_bounded_by_the_buffer(tmp_path: Path, how: str, bounded: bool) -> None:
+    """The state is four times the buffer.  A worker without it has the weights to compute with, the sums of gradients, and as much once
+    more while gradients are gathered.
+
+    Controls: state on the device, in memory, and in files that a process never lets go of.
+    """
+    job = toy_job(tmp_path, model_args=LARGE)
+    model = build_model(job, builder_of(job))
+    state, weights = bytes_of(tensors_of(model, rule_of(job))), sum(parameter.nbytes for parameter in model.parameters())
+    buffer = state // 4
+    assert (peak(tmp_path, how, buffer / 1e9) < 3 * weights + buffer) == bounded
+
+
+def nameless(world: World, job: Job) -> tuple[bool, str, list[str], int]:
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        me.step()
+        assert me.session.snapshots is not None
+        region = me.session.snapshots.region
+        link = os.readlink(f"/proc/self/fd/{region.descriptor}")
+        return region.on_disk, link, os.listdir(job.offload_folder), 512 * os.fstat(region.descriptor).st_blocks
+
+
+def test_the_files_have_no_names_and_end_with_their_processes(ranks: Ranks, tmp_path: Path) -> None:
+    """A killed worker or keeper leaves nothing behind: the system frees a file without a name with the last process that has it open."""
+    job = in_files(tmp_path / "run", offload_folder=str(tmp_path / "disk"))
+    (tmp_path / "disk").mkdir()
+    state = bytes_of(tensors_of(build_model(job, builder_of(job)), rule_of(job)))
+    on_disk, link, names, size = ranks.run(Layout(1, 1), nameless, job)[0]
+    assert on_disk and link.startswith(f"{tmp_path / 'disk'}/") and link.endswith(" (deleted)") and names == []
+    assert size >= 2 * state, "two versions are in it"
+    assert not Region.create(1, 10, 1).on_disk, "the control"
+
+
+# ---- an update that fails
+
+
+@pytest.mark.parametrize("where", ["in a group", "after the last group"])
+def test_an_update_that_fails_leaves_the_version_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The control: an update in place tears the version that it reads."""
+    job = in_files(tmp_path, **({} if where == "in a group" else AFTER))
+
+    def fails() -> tuple[bool, bool, list[int]]:
+        world = World.alone(torch.device("cpu"), generation=1)
+        try:
+            return torn(world, job)
+        finally:
+            world.close()
+
+    whole, right, there = fails()
+    assert whole and right and 2 in there and 3 not in there
+    monkeypatch.setattr(_Threads, "_read", lambda self, home, keys: {key: home.values[key] for key in keys})
+    assert not fails()[0]
+
+
+def test_a_write_that_fails_ends_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that of the last group, for which nothing else waits."""
+
+    def refuse(self: _Threads, home: Any, values: Any, computed: Any) -> None:
+        raise OSError("the disk is broken")
+
+    world = World.alone(torch.device("cpu"), generation=1)
+    try:
+        with member(world, in_files(tmp_path, offload_buffer_gb=1), Version(0, 0), prefetch=0) as me:
+            me.step()
+            monkeypatch.setattr(_Threads, "_write", refuse)
+            with pytest.raises(OSError, match="the disk is broken"):
+                me.step()
+            with me.fence as rules:
+                assert not rules.held, "the member answers as for any update that failed"
+    finally:
+        world.close()
+
+
+# ---- what cannot work
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"offload": "none"}, r"offload_folder = '/disk' with offload = 'none': .* set offload to 'optimizer', or leave it out"),
+        ({"offload_folder": "", "offload_buffer_gb": 2}, r"offload_buffer_gb = 2 is for state in files, and offload_folder is empty; name"),
+        ({"offload_folder": "s3://b/x"}, r"offload_folder = 's3://b/x' must be a folder of a local disk, not a URL"),
+        ({"offload_buffer_gb": 0}, r"offload_buffer_gb = 0 must be more than 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(changes: dict[str, Any], why: str) -> None:
+    settings = {"parallel": {"zero": 2}, "offload": "optimizer", "offload_folder": "/disk"}
+    with pytest.raises(JobError, match=why):
+        toy_job("/nowhere", **settings | changes)
+    toy_job("/nowhere", **settings)
+
+
+def test_a_buffer_that_is_too_small_is_refused_with_the_size_that_works(tmp_path: Path) -> None:
+    """The largest parameter of the toy model with its moments must fit the fifth part."""
+    with pytest.raises(
+        JobError, match=r"offload_buffer_gb = 1e-06 is too small: .* in 5 groups, and '.*' of .* with its moments has"
+    ) as said:
+        preflight(in_files(tmp_path, offload_buffer_gb=1e-6))
+    enough = float(str(said.value).partition("set it to ")[2].split()[0])
+    assert "files of" in " ".join(preflight(in_files(tmp_path, offload_buffer_gb=enough)).notes)
+
+
+def test_a_folder_that_is_missing_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    with pytest.raises(JobError, match=rf"offload_folder = '{gone}' is not a folder in which .* \(No such file or directory\); make it on"):
+        run_local(in_files(tmp_path, offload_folder=str(gone)), lambda line: None)
+
+
+def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: it is accepted by a disk that has just enough."""
+    job, told = in_files(tmp_path, steps=2), "the disk of offload_folder"
+    state = bytes_of(tensors_of(build_model(job, builder_of(job)), rule_of(job)))
+    for room, refused in ((4 * state, True), (10 * state, False)):
+        monkeypatch.setattr(session, "free_disk", lambda folder, room=room: (room, told))
+        if refused:
+            with pytest.raises(
+                JobError, match=rf"offload_folder = '.*': .* of disk \(8 slots\), and {told} leaves only .* a larger disk, or"
+            ):
+                run_local(job, lambda line: None)
+        else:
+            run_local(job, lambda line: None)
+
+
+def test_what_other_workers_will_take_of_the_disk_is_not_free(tmp_path: Path) -> None:
+    """The control: a disk that has none of the files."""
+    size, other, folder = 2**22, tmp_path / "other", tmp_path / "disk"
+    for each in (other, folder):
+        each.mkdir()
+    region = Region.create(2, size, 16, folder=str(folder))
+    coming, kept = node_memory.copies_here(str(folder))
+    assert 2 * size - 2**16 <= coming <= 2 * size and kept <= 2**16
+    for slot in (0, 1):
+        region.reserve(slot, size)
+    coming, kept = node_memory.copies_here(str(folder))
+    assert coming == 0 and kept >= 2 * size, "written, and nobody else has it open"
+    assert node_memory.copies_here(str(other)) == (0, 0)
+
+
+def test_a_disk_that_is_full_later_is_told_of_like_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system refuses the room for a slot, which is taken before a step is prepared; no write can find the disk full."""
+    region = Region.create(2, 2**20, 4, folder=str(tmp_path))
+    assert node_memory.reserve(region, 0, 2**20) == "" and 512 * os.fstat(region.descriptor).st_blocks >= 2**20
+    monkeypatch.setattr(node_memory, "free_disk", lambda folder: (2**20, "the disk of offload_folder"))
+    assert "the disk of offload_folder leaves 1.05 MB, of which 134 MB stay free" in node_memory.reserve(region, 1, 2**20)
+    monkeypatch.undo()
+
+    def full(*arguments: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert "the disk of offload_folder gives none: No space left on device" in node_memory.reserve(region, 1, 2**20)

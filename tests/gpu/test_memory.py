@@ -51,6 +51,15 @@ def test_a_world_leaves_nothing_behind(tmp_path: Path, settings: dict[str, Any])
     assert max(found[1:]) < 2**20
 
 
+@two
+def test_a_world_that_gathers_whole_weights_leaves_nothing_behind(gpus: Ranks, tmp_path: Path) -> None:
+    model = {"vocab": 29, "dim": 1024, "layers": 3, "heads": 8}
+    job = toy_job(tmp_path, workers={"gpus": 1}, model_args=model, precision="bf16", parallel={"zero": 2})
+    found = [max(gpus.run(Layout(1, 2), left_behind, job)) for _ in range(3)]
+    print(found)
+    assert max(found[1:]) < 2**20
+
+
 @pytest.fixture
 def gpus() -> Iterator[Ranks]:
     pool = Ranks(2, "cuda")

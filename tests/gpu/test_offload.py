@@ -77,6 +77,8 @@ def test_one_group_comes_while_another_goes(homes: tuple[Home, Home], monkeypatc
             if "Memcpy" in event.name and way in event.name:
                 found.append((event.time_range.start, event.time_range.end))
     together = [(a, b) for a, b in copies["HtoD"] for c, d in copies["DtoH"] if min(b, d) - max(a, c) > 100]
+    began = min((a for a, _ in copies["HtoD"]), default=0.0)
+    print({way: [(round(a - began), round(b - began)) for a, b in found if b - a > 100] for way, found in copies.items()}, "microseconds")
     assert len(copies["HtoD"]) >= len(TENSORS) <= len(copies["DtoH"])
     assert bool(together) == apart
 

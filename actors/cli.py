@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 import time
@@ -17,13 +16,16 @@ from rich.table import Table
 import elastic
 from actors.terminal import console, say, show, show_result
 from elastic.config.command_line import COMMAND_LINE, Parser
-from elastic.errors import STOPPED, DataError, ElasticError, JobError, PlatformGaveUp
+from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
 from elastic.imports import failure
 from elastic.job import Job
-from storage.errors import Damaged, StorageError, Unavailable
+from storage.errors import Damaged, StorageError
 
 if TYPE_CHECKING:
     from storage.journal import Segment
+
+MOST_PARAMS = 1e15
+"""Largest number of parameters of `elastic estimate`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,32 +202,40 @@ def _estimate(known: Namespace) -> int:
     if (known.params is None) is (known.job is None):
         raise JobError(f"{COMMAND_LINE}: elastic estimate takes a job file, or --params and a number, say --params 7e9")
     if known.params is not None:
-        if not 1 <= known.params < math.inf:
-            raise JobError(f"{COMMAND_LINE}: --params = {known.params:g} is no number of parameters; give 1 or more, say 7e9")
+        if known.line:
+            raise JobError(f"{COMMAND_LINE}: {shlex.join(known.line)} has no effect with --params; name a job file in its place")
+        if not 1 <= known.params <= MOST_PARAMS:
+            raise JobError(f"{COMMAND_LINE}: --params = {known.params:g} is no number of parameters; give 1 to {MOST_PARAMS:g}, say 7e9")
         for line in estimate.of_parameters(known.params):
             say(line)
         return 0
     sys.path.insert(0, str(Path.cwd()))
     job = _job(known)
-    tensors = estimate.tensors_of_job(job)
-    for line in estimate.of_job(job, tensors):
+    if job.global_batch == "all":
+        job = job.replace(global_batch=job.microbatch)  # memory does not depend on it
+    tensors, tried = estimate.tensors_of_job(job), list[estimate.Tried]()
+    try:
+        tried = estimate.by_recompute(job, tensors)
+    except Exception as error:  # of the data, the model or the loss: the rest can be told without them
+        say(f"what a microbatch takes is not known: {error if isinstance(error, ElasticError) else failure(error)}", "note: ", "yellow")
+    for line in estimate.of_job(job, tensors, tried):
         say(line)
-    table = Table("share the state", *(f"zero = {stage}" for stage in estimate.STAGES), title="memory of a worker's device")
+    table = Table(
+        "share the state", *(f"zero = {stage}" for stage in estimate.STAGES), title="what must fit a worker's device, without a microbatch"
+    )
     for shards, sizes in estimate.by_stage(job, tensors, job.workers.max):
         table.add_row(str(shards), *map(estimate.gigabytes, sizes))
     console.print(table)
-    try:
-        rows = estimate.by_recompute(job, tensors)
-    except (DataError, Unavailable) as error:
-        say(f"what comes and goes with a microbatch is not known without the data: {error}")
-        return 0
-    table = Table("recompute", "comes and goes with a microbatch", "workers that must share the state")
-    for policy, size, least in rows:
-        table.add_row(
-            policy, estimate.gigabytes(size), str(least) if least else "" if job.workers.device_gb == "auto" else "more than there are"
-        )
-    console.print(table)
+    if tried:
+        table = Table("recompute", "comes and goes with a microbatch", "workers that must share the state")
+        for each in tried:
+            table.add_row(each.policy, estimate.gigabytes(each.transient), _workers(each.least, job))
+        console.print(table)
     return 0
+
+
+def _workers(least: int, job: Job) -> str:
+    return str(least) if least else "not known" if job.workers.device_gb == "auto" else f"more than {job.workers.max}"
 
 
 def _settings(_: Namespace) -> int:

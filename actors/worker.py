@@ -121,8 +121,7 @@ class Worker:
         except JobError as error:
             self._cannot_start(error)
             return
-        kind = kind_of(device, session.job.recompute if self.job.recompute == "auto" and self.job.compile else "none")
-        self._joined = Joined(self.worker, cluster.here(), kind, classes, build, bytes_by_class(tensors), least, states)
+        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build, bytes_by_class(tensors), least, states)
         self.report(self._joined)
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)

@@ -104,15 +104,18 @@ class Job(Part):
     more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds more; ``attention`` is attention alone;
     ``selective`` is all but matrix products and attention: norms, casts, rotary positions, activation functions, dropout.  A number between
     0 and 1 is a budget: so large a part of the blocks, evenly spread, is as with ``block``, and the others keep everything.
-    ``auto``: the first of ``none``, ``selective`` and ``block`` with which half of ``workers.max`` can train in the memory of their
-    devices, or else all; each worker tries it before it joins.
+    ``auto``: the first of ``none``, ``selective`` and ``block`` with which ``workers.min`` (or, if that is 1, half of ``workers.max``) can
+    train in the memory of their devices, or else all; each worker tries it before it joins.  It is ``none`` with ``--local``, and where
+    blocks are compiled in a reproducible job, since they have other bits with each.
+    A run that is gone on with keeps its own, unless the job names one.
     """
     activations: Branch[Literal["keep", "offload", "int8", "fp8"]] = "keep"
     """The place or format of what blocks keep for the backward pass: ``offload`` is memory of the host, with the same bits; ``int8`` and
     ``fp8`` take a quarter of float32, and gradients change a little.
     """
     offload: Free[Literal["none", "optimizer"]] = "none"
-    """``optimizer`` keeps weights and moments in the node's memory, that of ``[copies]``, and brings them to the device only to be updated.
+    """``optimizer`` (with ``parallel.zero`` 0, 1 or 2) keeps weights and moments in the node's memory, that of ``[copies]``, and brings
+    them to the device only to be updated.
     The device has the weights in the format of forward and backward.  No copies have to be made then, and a worker that lives through a
     failure and keeps its part reads nothing.  The bits are the same."""
     offload_folder: Free[Annotated[str, AfterValidator(own_folder)]] = ""

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from elastic.engine.fp8_weights import weights_of
 from elastic.engine.parallelize import parallelize, sharding_table
 from elastic.engine.world import World
 from elastic.job import Job
@@ -86,6 +88,40 @@ def kept_bytes(
         living = watch.living()
         del result
     return Kept(tuple(living.get(number, 0) for number in range(len(blocks))), living.get(None, 0))
+
+
+def reader_of_fp8(
+    build: Callable[[], nn.Module],
+    job: Job,
+    loss: Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor]],
+    batch: Mapping[str, Tensor],
+) -> tuple[str, str] | None:
+    """Returns a weight that is held in fp8 and that the model reads by itself, and the function that it calls; None if there is none.
+
+    There it would get NaN (``fp8_weights.py``).  The arguments are those of :func:`kept_bytes`, and it raises the same.
+    """
+    job = job.replace(activations="keep", offload="none", recompute="none", compile=False)
+    with _imagined(torch.device("cpu")) as world, FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        model, *_ = parallelize(build(), world, job)
+        held = {id(layer.weight): name for name, layer in weights_of(model, sharding_table(model)).items()}
+        with _Readers(held) as readers:
+            loss(model, {name: fake.from_tensor(value) for name, value in batch.items()})
+    return readers.found
+
+
+class _Readers(TorchFunctionMode):
+    """Notes the first call of a torch function with one of the parameters ``held``, by id; those of a layer itself call none."""
+
+    def __init__(self, held: Mapping[int, str]) -> None:
+        super().__init__()
+        self.held = held
+        self.found: tuple[str, str] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ != "__get__" and self.found is None:  # an attribute, such as the dtype
+            names = (self.held.get(id(each)) for each in tree_leaves((args, kwargs)))
+            self.found = next(((name, func.__name__) for name in names if name is not None), None)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -31,6 +31,8 @@ class Need:
     """Copies of the weights with which a member of a world with one shard computes."""
     gathered: int = 0
     """Copies of the weights that a member keeps in a world with more shards."""
+    fp8: int = 0
+    """Parts of weights in fp8, from which blocks are gathered: a member of a world with more shards holds its share of them, too."""
     late: bool = False
     """True if each member holds the sums of all gradients."""
     transient: int = 0
@@ -47,7 +49,7 @@ class Need:
         """Returns the bytes that a member holds at the end of a backward pass."""
         state = 0 if self.streamed else self.state
         cut, kept = (state, self.gradients) if self.late else (state + self.gradients, 0)
-        return -(-cut // shards) + kept + (self.computing if shards == 1 else self.gathered)
+        return -(-cut // shards) + kept + (self.computing if shards == 1 else self.gathered + -(-self.fp8 // shards))
 
 
 def least_shard(need: Need, device: int, most: int) -> int:
@@ -59,14 +61,15 @@ def least_shard(need: Need, device: int, most: int) -> int:
     return found or (most if need.of_a_member(most) <= device else 0)
 
 
-def first_roomy(policies: Sequence[str], least_of: Callable[[str], int], most: int) -> str:
-    """Returns the first policy with which half of ``most`` members can train, or else all of them; the last one if there is none.
+def first_roomy(policies: Sequence[str], least_of: Callable[[str], int], fewest: int, most: int) -> str:
+    """Returns the first policy with which ``fewest`` members can train, or half of ``most`` if ``fewest`` is 1.
 
+    If there is none, it is the first with which ``most`` can, and without that the last one.
     ``least_of`` returns the smallest shard degree at which a member fits with a policy, or 0.  It is asked for as few as it takes.
     """
     found: dict[str, int] = {}
     for policy in policies:
         found[policy] = least_of(policy)
-        if 0 < found[policy] <= max(most // 2, 1):
+        if 0 < found[policy] <= (min(fewest, most) if fewest > 1 else max(most // 2, 1)):
             return policy
     return next((policy for policy, least in found.items() if least), policies[-1])

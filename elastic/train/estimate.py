@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,8 +13,8 @@ from elastic.engine.kept import kept_bytes
 from elastic.engine.optim.base import rule_of
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
-from elastic.plan.memory import least_shard
-from elastic.train.machine.device import fitting_shard, memory_of, most_shards, need_of, policies_of
+from elastic.plan.memory import first_roomy, least_shard
+from elastic.train.machine.device import memory_of, most_shards, need_of, policies_of
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import loss_of, opened
 from storage.slices import Tensor
@@ -38,6 +38,7 @@ def of_parameters(count: float) -> Iterator[str]:
     yield f"{count:.3g} parameters in mixed precision with Adam: {gigabytes(16 * count)}, 16 bytes each"
     for how, parts in SPLITS.items():
         yield f"{how}: " + ", ".join(f"{gigabytes(size * count)} of {what}" for what, size in parts.items())
+    yield f"a worker that computes with whole weights (zero = 0, 1 or 2, or one worker) also holds {gigabytes(2 * count)} of bf16 weights"
 
 
 def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None = None) -> dict[str, int]:
@@ -53,36 +54,51 @@ def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None =
         f"weights{where}": -(-weights // shards),
         f"moments{where}": -(-moments // shards),
         "gradients": need.gradients if need.late else -(-need.gradients // shards),
-        "computing copies": need.computing if shards == 1 else need.gathered,
+        "computing copies": need.computing if shards == 1 else need.gathered + -(-need.fp8 // shards),
         "buffers": bytes_of([tensor for tensor in tensors if tensor.kind in ("buffer", "constant")]),
     }
 
 
-def of_job(job: Job, tensors: Sequence[Tensor]) -> Iterator[str]:
-    """Yields what a member of the largest world holds, by class, and what its copies take of its node.
+@dataclass(frozen=True)
+class Tried:
+    """What ``recompute`` means for the memory of a device."""
 
-    Raises :class:`JobError` if no world fits devices of ``workers.device_gb``.
-    """
-    least = fitting_shard(job, tensors, torch.device("cpu"))
-    layouts = job.layouts(least)
-    shards, parameters = layouts[-1].dp_shard, sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == "parameter")
-    found = classes(job, tensors, shards)
+    policy: str
+    transient: int
+    """Bytes that come and go with a microbatch: what the forward pass leaves for the backward pass, and, of one block that is computed
+    again, what it would have left."""
+    least: int
+    """Smallest number of workers that must share the state; 0 if the memory of devices is not known, or if the state does not fit."""
+
+
+def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Iterator[str]:
+    """Yields what a member of the largest world holds, by class, and what its copies take of its node, with what ``auto`` takes."""
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == "parameter")
     yield f"{parameters:,} parameters; the state takes {gigabytes(bytes_of(tensors))}"
-    if job.workers.device_gb == "auto":
+    by_policy, memory, least = {each.policy: each.least for each in tried}, memory_of(job, torch.device("cpu")), 1
+    if not memory:
         yield "how many workers must share it depends on the memory of their devices; name that, say --workers.device-gb 80"
+    else:
+        by_policy = by_policy or {"none": least_shard(need_of(job, tensors), memory, most_shards(job))}
+        policy = first_roomy([*by_policy], by_policy.__getitem__, job.workers.min, most_shards(job))
+        if not (least := by_policy[policy]):
+            yield f"it does not fit: {job.workers.max} workers with {gigabytes(memory)} each are too few"
+            return
+        yield f"recompute = {policy!r}: {least} or more workers with {gigabytes(memory)} each can train"
+    layouts = job.layouts(least)
+    shards = layouts[-1].dp_shard
+    found = classes(job, tensors, shards)
     held = ", ".join(f"{gigabytes(size)} of {name}" for name, size in found.items() if size)
-    yield f"if {shards} of {layouts[-1].world} workers share the state, each holds {held}; {gigabytes(sum(found.values()))} in all"
+    yield f"if {shards} of {layouts[-1].world} workers share the state, each holds {held}; {gigabytes(_on_device(found))} on its device"
     rule = job.rules()
     parts = [bytes_of(tensors) / layout.dp_shard for layout in layouts]
     yield explained(parts[-1], max(parts), rule.copy_every, rule.buddy_every, offload=job.offloads)
 
 
-def by_recompute(job: Job, tensors: Sequence[Tensor]) -> list[tuple[str, int, int]]:
-    """Returns what ``auto`` tries: (setting of ``recompute``, bytes that come and go with a microbatch, smallest number of workers).
+def by_recompute(job: Job, tensors: Sequence[Tensor]) -> list[Tried]:
+    """Returns what ``auto`` tries, or the one policy that the job names.
 
-    The bytes are of what the forward pass leaves for the backward pass; a block that is computed again needs for a while what it would have
-    kept.  The number is of workers that share the state; 0 stands for an unknown memory of the devices, and for a state that does not fit.
-    Raises what opening the data raises.
+    Raises what opening the data raises, and what model or loss raise: they run with tensors that have no values.
     """
     batch, builder, loss = opened(job).read(tuple(range(job.microbatch))), builder_of(job), loss_of(job)
     policies = policies_of(job) if job.recompute == "auto" else (job.recompute,)
@@ -91,18 +107,22 @@ def by_recompute(job: Job, tensors: Sequence[Tensor]) -> list[tuple[str, int, in
         policy: kept_bytes(partial(build_model, each, builder), each, loss, batch, torch.device("cpu")) for policy, each in jobs.items()
     }
     again = max(kept["none"].blocks, default=0)
-    memory, need, most, found = memory_of(job, torch.device("cpu")), need_of(job, tensors), most_shards(job), []
+    memory, need, most, found = memory_of(job, torch.device("cpu")), need_of(job, tensors), most_shards(job), list[Tried]()
     for policy in policies:
         transient = kept[policy].total + (again if policy != "none" else 0)
         least = least_shard(replace(need, transient=transient), memory, most) if memory else 0
-        found.append((str(policy), transient, least))
+        found.append(Tried(str(policy), transient, least))
     return found
 
 
 def by_stage(job: Job, tensors: Sequence[Tensor], most: int) -> list[tuple[int, list[int]]]:
-    """Returns pairs (members that share the state, bytes of one of them on its device for each of ``STAGES``): 1, 2, 4, … ``most``."""
+    """Returns pairs (members that share the state, bytes that must fit the device of one for each of ``STAGES``): 1, 2, 4, … ``most``.
+
+    That is what it holds at the end of a backward pass, or while a world forms: an old part beside the new one.
+    """
     counts = sorted({*(2**power for power in range(most.bit_length())), most})
-    return [(shards, [_on_device(classes(job, tensors, shards if zero else 1, zero)) for zero in STAGES]) for shards in counts]
+    needs = {zero: need_of(job, tensors, zero) for zero in STAGES}
+    return [(shards, [need.of_a_member(shards if zero else 1) for zero, need in needs.items()]) for shards in counts]
 
 
 def _on_device(found: dict[str, int]) -> int:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from errno import EACCES, ENOENT, ENOTDIR, EPERM, EROFS
+from functools import partial
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -17,6 +18,7 @@ from torch import nn
 
 from elastic.data.loader import Dataset
 from elastic.engine.fp8 import MULTIPLE, layers_of
+from elastic.engine.kept import reader_of_fp8
 from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.engine.precision import PRECISIONS
@@ -33,6 +35,7 @@ from elastic.state.streaming import SHARES, group_bytes
 from elastic.train.counters import Counters
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import build_of, make_session
+from elastic.train.step import Session
 from storage.errors import Unavailable
 from storage.objects import ObjectStore
 from storage.objects.selftest import check
@@ -70,6 +73,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
         build = build_of(session)
+        unread = _check_readers(job, session)
         session.loader.close()
     _check_vocabulary(model, session.loader.dataset)
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, sharding_table(model)):
@@ -81,7 +85,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     run = Run.look(job)
     run.check_data(build.data)
     job = run.job
-    notes = [] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)]
+    notes = [*unread, *([] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])]
     tensors = tensors_of(model, session.rule)
     state_bytes = bytes_of(tensors)
     _check_buffer(job, tensors)
@@ -94,6 +98,24 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     if local:
         return Checked(build, [*notes, *_unused(job)])
     return Checked(build, [*notes, _copying(job, state_bytes), *_forming(job, state_bytes), *_updating(job, state_bytes)])
+
+
+def _check_readers(job: Job, session: Session) -> list[str]:
+    """Raises :class:`ModelError` if the model reads a weight that is held in fp8.  Returns a sentence if that cannot be found out."""
+    if PRECISIONS[job.precision].fp8 is None or job.offloads:
+        return []
+    batch = session.loader.read(session.cursor.microbatch_ids(1, 0, job.microbatch))
+    try:
+        found = reader_of_fp8(partial(build_model, job, session.builder), job, session.loss, batch)
+    except Exception as error:  # a boundary: not every model can be traced, and its errors are reported where it runs
+        return [f"precision = {job.precision!r}: whether the model reads weights of linear layers by itself is not known: {failure(error)}"]
+    if found is None:
+        return []
+    name, function = found
+    raise ModelError(
+        f"precision = {job.precision!r}: {job.model!r} calls {function}() with the weight {name!r} itself, and that is held in fp8 by its "
+        f"layer alone; call the layer, or take 'bf16'"
+    )
 
 
 def _bucket(job: Job) -> ObjectStore:
@@ -139,6 +161,8 @@ def _check_buffer(job: Job, tensors: Sequence[Tensor]) -> None:
 def _unused(job: Job) -> list[str]:
     """Returns a sentence about the settings that ask for more than the one worker of ``--local``."""
     asked = {"workers.min": job.workers.min} | {f"parallel.{name}": value for name, value in job.parallel.model_dump().items()}
+    if job.offloads:
+        del asked["parallel.zero"]  # offloading asks for it
     unused = [f"{name} = {value!r}" for name, value in asked.items() if value not in (1, "auto", "all")]
     return [f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect"] if unused else []
 

@@ -37,6 +37,8 @@ from elastic.train.step import Loss, Session
 from storage.errors import Unavailable
 from storage.slices import Tensor
 
+MICROBATCH = 1024
+"""Largest microbatch that an error proposes."""
 SAVE_S = 5.0
 """Seconds that a due save waits, once, for the previous save.  It is a balance: checkpoints that are far apart cost steps, and so does
 waiting for a bucket that is down."""
@@ -103,20 +105,29 @@ def check_folder(folder: str) -> None:
         ) from error
 
 
-def kind_of(device: torch.device, chosen: str | float = "none") -> str:
-    """Returns the kind of a worker on ``device``: workers of one kind compute the same bits.
-
-    ``chosen`` is what the worker chose for ``recompute = "auto"``, if bits depend on it.
-    """
+def kind_of(device: torch.device) -> str:
+    """Returns the kind of a worker on ``device``: workers of one kind compute the same bits."""
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # kernels of another capability add in another order
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-    again = f", recompute = {chosen!r}" if chosen != "none" else ""
-    return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads{again}"
+    return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
 def settled(job: Job) -> Job:
-    """Returns the job with a number in place of ``global_batch = "all"``.  Raises like :func:`opened`."""
-    return job.replace(global_batch=len(opened(job))) if job.global_batch == "all" else job
+    """Returns the job with a number in place of ``global_batch = "all"``.
+
+    Raises like :func:`opened`, and :class:`JobError` if microbatches do not divide the number.
+    """
+    if job.global_batch != "all":
+        return job
+    if not (samples := len(opened(job))):
+        raise DataError("global_batch = 'all': the dataset has no samples; give it some")
+    if samples % job.microbatch:
+        fits = [str(size) for size in range(1, min(samples, MICROBATCH) + 1) if not samples % size]
+        raise JobError(
+            f"global_batch = 'all': the dataset has {samples} samples, which microbatches of {job.microbatch} do not divide; set "
+            f"microbatch to {', '.join(fits[-4:])}, or name a number"
+        )
+    return job.replace(global_batch=samples)
 
 
 def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -> Session:

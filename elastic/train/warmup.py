@@ -10,6 +10,7 @@ import gc
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -31,7 +32,7 @@ from storage.slices import Tensor
 def warm_up(session: Session, device: torch.device) -> int:
     """Warms up once, before the first world.  A failure here happens again in the first step, and is reported there with its samples.
 
-    Returns the most bytes that a member of the largest world took on a GPU, more than it has if that was not enough; 0 on a CPU.
+    Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU, and if it failed.
     """
     began, took = time.monotonic(), 0
     try:
@@ -41,15 +42,13 @@ def warm_up(session: Session, device: torch.device) -> int:
         took = _computed_in(Layout(1, session.job.workers.max), session, device)
         if _may_be_whole(session, device, took):
             gc.collect()  # the state of the first world would take memory beside that of the second
-            _computed_in(Layout(1, 1), session, device)
+            with suppress(torch.OutOfMemoryError):  # a world without shards compiles then, if there ever is one
+                _computed_in(Layout(1, 1), session, device)
         if session.snapshots is not None:
             # torch keeps their pinned memory for the staging streams of a recovery
             for staging_stream in [StagingStream(device, number) for number in range(STREAMS)]:
                 with staging_stream:
                     pass
-    except torch.OutOfMemoryError as error:
-        took = torch.cuda.mem_get_info(device)[1] + 1
-        print(f"not warmed up: {error}", flush=True)
     except Exception:  # a boundary: the user's code may raise anything
         print(f"not warmed up:\n{traceback.format_exc()}", flush=True)
     gc.collect()
@@ -72,15 +71,15 @@ def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.
     def least_of(policy: str) -> int:
         session.job = job.replace(recompute=policy)
         took[policy] = warm_up(session, device)
-        if not took[policy] and policy != "none":
-            return 0  # the model cannot be trained so
+        if not took[policy]:
+            return 0  # it ran out of memory, or the model cannot be trained so
         try:
             return fitting_shard(session.job, tensors, device, took[policy])
         except JobError as error:
             print(f"recompute = {policy!r}: {error}", flush=True)
             return 0
 
-    chosen = first_roomy(policies_of(job), least_of, most_shards(job))
+    chosen = first_roomy(policies_of(job), least_of, job.workers.min, most_shards(job))
     chosen = chosen if took[chosen] else "none"
     session.job = job.replace(recompute=chosen)
     print(f"recompute = {chosen!r}", flush=True)

@@ -122,7 +122,9 @@ def test_the_run_has_the_number_and_refuses_more_samples(tmp_path: Path) -> None
 
 
 def test_a_number_that_microbatches_do_not_divide_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"global_batch = 24 is not a multiple of microbatch = 5; the nearest are 20 and 25$"):
+    with pytest.raises(
+        JobError, match=r"^global_batch = 'all': the dataset has 24 samples, .* microbatches of 5 .*; set microbatch to 6, 8, 12, 24, or"
+    ):
         launch(job_of(tmp_path, microbatch=5), local=True)
     with pytest.raises(JobError, match=r"batch_ramp.start = 4 with global_batch = 'all': a ramp grows to a number"):
         job_of(tmp_path, batch_ramp={"start": 4, "increment": 4, "samples": 8})

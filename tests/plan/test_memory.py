@@ -38,18 +38,23 @@ def test_a_member_needs_no_more_among_more_shards(need: Need, shards: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("least", "most", "policy", "asked"),
+    ("least", "fewest", "most", "policy", "asked"),
     [
-        ({"none": 2, "selective": 1, "block": 1}, 4, "none", ["none"]),
-        ({"none": 3, "selective": 2, "block": 1}, 4, "selective", ["none", "selective"]),
-        ({"none": 4, "selective": 3, "block": 3}, 4, "none", ["none", "selective", "block"]),
-        ({"none": 0, "selective": 4, "block": 3}, 4, "selective", ["none", "selective", "block"]),
-        ({"none": 0, "selective": 0, "block": 0}, 4, "block", ["none", "selective", "block"]),
-        ({"none": 1, "selective": 1, "block": 1}, 1, "none", ["none"]),
-        ({"none": 0, "selective": 0, "block": 1}, 1, "block", ["none", "selective", "block"]),
+        ({"none": 3, "selective": 2, "block": 1}, 2, 8, "selective", ["none", "selective"]),
+        ({"none": 400, "selective": 100, "block": 60}, 64, 1024, "block", ["none", "selective", "block"]),
+        ({"none": 400, "selective": 100, "block": 60}, 1, 1024, "none", ["none"]),
+        ({"none": 2, "selective": 1, "block": 1}, 1, 4, "none", ["none"]),
+        ({"none": 3, "selective": 2, "block": 1}, 1, 4, "selective", ["none", "selective"]),
+        ({"none": 4, "selective": 3, "block": 3}, 1, 4, "none", ["none", "selective", "block"]),
+        ({"none": 0, "selective": 4, "block": 3}, 1, 4, "selective", ["none", "selective", "block"]),
+        ({"none": 0, "selective": 0, "block": 0}, 1, 4, "block", ["none", "selective", "block"]),
+        ({"none": 1, "selective": 1, "block": 1}, 1, 1, "none", ["none"]),
+        ({"none": 0, "selective": 0, "block": 1}, 1, 1, "block", ["none", "selective", "block"]),
     ],
 )
-def test_the_first_policy_with_which_half_of_the_workers_can_train(least: dict[str, int], most: int, policy: str, asked: list[str]) -> None:
+def test_the_first_policy_with_which_enough_workers_can_train(
+    least: dict[str, int], fewest: int, most: int, policy: str, asked: list[str]
+) -> None:
     """If there is none, it is the first one with which all can, and without that the one that needs least."""
     found: list[str] = []
 
@@ -57,5 +62,5 @@ def test_the_first_policy_with_which_half_of_the_workers_can_train(least: dict[s
         found.append(each)
         return least[each]
 
-    assert first_roomy([*least], least_of, most) == policy
+    assert first_roomy([*least], least_of, fewest, most) == policy
     assert found == asked

@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from elastic.data.prepare import prepare
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError, JobError, ModelError
 from elastic.job import Job
+from elastic.models.spec import ShardingTable
 from elastic.report.story import StepLine
 from elastic.runs import Run
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from tests.data.texts import write_texts
 from tests.support.chaos import exported_hash
+from tests.support.toys import toy_job
 
 TEXT = "It was the best of times, it was the worst of times. " * 40
 
@@ -197,3 +201,39 @@ def test_settings_that_one_worker_makes_no_use_of_are_told(tmp_path: Path, text:
     job = job_on(tmp_path, tmp_path / "data", **changes)
     assert [note for note in preflight(job, local=True).notes if "--local" in note] == said
     assert not any("--local" in note for note in preflight(job).notes)
+
+
+class Nosy(nn.Module):
+    """A model of one block with two layers, of which it multiplies by one itself."""
+
+    def __init__(self, *, calls: bool) -> None:
+        super().__init__()
+        self.calls, self.embedding, self.output = calls, nn.Embedding(32, 32), nn.Linear(32, 32)
+        self.blocks = nn.ModuleList([nn.ModuleDict({"one": nn.Linear(32, 32), "two": nn.Linear(32, 32)})])
+
+    def sharding(self) -> ShardingTable:
+        return ShardingTable(("blocks.0",))
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        layers = self.blocks[0]
+        assert isinstance(layers, nn.ModuleDict)
+        x = layers["one"](self.embedding(tokens))
+        two = layers["two"]
+        return self.output(two(x) if self.calls else F.linear(x, two.weight))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
+def test_a_weight_in_fp8_is_read_by_its_layer_alone(tmp_path: Path, precision: str) -> None:
+    """The controls: a model that calls the layer, and one that computes in bf16."""
+
+    def job(precision: str, *, calls: bool) -> Job:
+        return toy_job(tmp_path, model=f"{__name__}:Nosy", model_args={"calls": calls}, precision=precision)
+
+    with pytest.raises(ModelError, match=rf"^precision = '{precision}': .* calls linear\(\) with the weight 'blocks.0.two.weight' itself"):
+        preflight(job(precision, calls=False), local=True)
+    assert preflight(job(precision, calls=True), local=True)
+    assert preflight(job("bf16", calls=False), local=True)

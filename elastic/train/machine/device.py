@@ -31,7 +31,8 @@ def memory_of(job: Job, device: torch.device) -> int:
 def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Need:
     """Returns what training needs beside activations.  With blocks of several microbatches a member holds two sums of gradients.
 
-    ``zero`` is the stage of ZeRO, if it is not the job's.
+    ``zero`` is the stage of ZeRO, if it is not the job's.  With fp8 it is a bit too much: every parameter counts as one of a layer that
+    multiplies so where that makes it more, and none where it makes it less.
     """
     parameters = [tensor for tensor in tensors if tensor.kind == "parameter"]
     elements = sum(math.prod(tensor.shape) for tensor in parameters)
@@ -50,6 +51,7 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
         gradients=4 * sums * trained + torch.bfloat16.itemsize * matrices,
         computing=whole if job.offloads else copies,
         gathered=whole if stage in (1, 2) else 0,
+        fp8=elements if PRECISIONS[job.precision].fp8 is not None and stage not in (1, 2) and not job.offloads else 0,
         late=stage == 1 and not job.reproducible,
         streamed=min(GROUPS * group_bytes(job) + sum(sorted(units.values())[-GROUPS:]), units.total()) if job.offloads else 0,
     )
@@ -67,7 +69,12 @@ def most_shards(job: Job) -> int:
 
 
 def policies_of(job: Job) -> tuple[str, ...]:
-    """Returns the settings of ``recompute`` that ``auto`` tries, in their order."""
+    """Returns the settings of ``recompute`` that ``auto`` tries, in their order.
+
+    Compiled blocks have other bits with each, so a reproducible job must name one.
+    """
+    if job.compile and job.reproducible:
+        return ("none",)
     return ("none", "selective", "block") if job.activations == "keep" else ("none", "block")
 
 
@@ -94,9 +101,9 @@ def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, too
         return 1  # the job has chosen
     if least := least_shard(need, memory, most):
         return least
+    comes = f", {amount(need.transient)} of it for a while in each step" if need.transient else ""
     raise JobError(
         f"workers.max = {job.workers.max}: even if {most} of them share the state ({amount(need.state)}), each needs "
-        f"{amount(need.of_a_member(most))} of device memory, {amount(need.transient)} of it for a while in each step, and "
-        f"{amount(USABLE * memory)} can be used here; raise "
-        f"workers.max or parallel.dp_shard, lower microbatch, or set recompute"
+        f"{amount(need.of_a_member(most))} of device memory{comes}, and {amount(USABLE * memory)} can be used here; raise "
+        f"workers.max or parallel.dp_shard{', lower microbatch, or set recompute' if need.transient else ''}"
     )

@@ -61,7 +61,7 @@ def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None =
 
 @dataclass(frozen=True)
 class Tried:
-    """What ``recompute`` means for the memory of a device."""
+    """One setting of ``recompute``, and the memory that it asks for."""
 
     policy: str
     transient: int

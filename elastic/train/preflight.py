@@ -107,7 +107,7 @@ def _check_readers(job: Job, session: Session) -> list[str]:
     batch = session.loader.read(session.cursor.microbatch_ids(1, 0, job.microbatch))
     try:
         found = reader_of_fp8(partial(build_model, job, session.builder), job, session.loss, batch)
-    except Exception as error:  # a boundary: not every model can be traced, and its errors are reported where it runs
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:  # not every model can be traced
         return [f"precision = {job.precision!r}: whether the model reads weights of linear layers by itself is not known: {failure(error)}"]
     if found is None:
         return []

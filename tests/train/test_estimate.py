@@ -113,7 +113,7 @@ def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_job_file_is_told_with_what_auto_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also with a batch of all samples, whose number does not matter."""
+    """The number of samples of a step does not matter."""
     model = "{vocab = 29, dim = 64, layers = 6, heads = 2}"
     data = '[data]\ndataset = "tests.support.toys:Sums"\n[workers]\nmax = 8\n'
     file = str(job_file(tmp_path, f'global_batch = "all"\nmicrobatch = 16\nmodel_args = {model}\n{data}'))

@@ -31,7 +31,10 @@ def log_folder(run: str) -> Path:
 
 
 def compiled_folder() -> Path:
-    """Returns this user's folder of this node for compiled code.  It outlives runs; whoever removes it lets the next worker compile."""
+    """Returns this user's folder of this node for compiled code.  It outlives runs.
+
+    Workers remove from it what none has used for 14 days.  Whoever removes all of it lets the next worker compile.
+    """
     return log_folder("compiled")
 
 

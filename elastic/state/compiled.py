@@ -1,17 +1,20 @@
 """Compiled code goes from node to node, so that the first worker on a new node compiles nothing.
 
 Each node has one folder for a job's compiled code, in which torch's compiler and Triton keep what they make.  A worker that has warmed up
-writes an index of the folder: each file with its size and its sha256.  A worker on a node without the folder asks the keepers of other
-nodes for the files of their index.  It takes all of them or none, and the folder gets its name when all are there and match their sums.
+writes an index of the folder: each file with its size and its sha256.  A worker on a node without an index asks the keepers of other nodes
+for the files of theirs.  It takes all of them or none: they go into the folder when all are there and match their sums.
 
 This is code, and whoever takes it runs it.  So it is taken only from a process that knows the secret of the run, whose workers run the same
-user's code anyway, and never from the bucket.  The name of the folder is a key, a digest of all that the code depends on: code for another
-kind of machine, or of another torch, is never asked for.  The files keep their relative names: both compilers find them by their content.
+user's code anyway, and never from the bucket.  The index comes with an HMAC by that secret, so nobody on the way can replace a file either.
+The name of the folder is a key, a digest of all that the code depends on: code for another kind of machine, or of another torch, is never
+asked for.  The files keep their relative names: both compilers find them by their content.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hmac
 import json
 import os
 import re
@@ -35,6 +38,8 @@ FETCH_S = 20.0
 """Seconds after which fetching is given up, because compiling takes no longer than that by much."""
 LOCK_S = 30.0
 """Longest time in seconds that a worker waits for another one of its node that fetches the same code."""
+UNUSED_S = 14 * 86400.0
+"""Seconds after its last use when the code of a key is removed: longer than a holiday, and a job that comes back later compiles once."""
 KEY = re.compile(r"[0-9a-f]{32}")
 NOT_KEPT = ("locks",)
 """Folders of the compilers that hold no code."""
@@ -62,25 +67,43 @@ class Compiled:
         """
         try:
             self.root.mkdir(mode=0o700, exist_ok=True)
-            lock = os.open(self.root / f"{self.key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _used(self.root, self.key)
+            lock = _opened(self.root, self.key, "lock")
         except OSError as error:
             self._say(f"compiled code cannot be kept in {self.root}: {error}")
             yield
             return
         try:
-            if _locked(lock, fcntl.LOCK_EX, unless=self.folder.exists):
-                self._fetch(peers, secret)
+            _remove_unused(self.root)
             shared = _locked(lock, fcntl.LOCK_SH)  # files that somebody still writes are not put into the index
+            self._fetch_once(peers, secret)
             yield
             if shared and _locked(lock, fcntl.LOCK_EX, 0.0):  # otherwise another worker still compiles, and writes the index
                 self._write_index()
         finally:
             os.close(lock)
 
-    def _fetch(self, peers: Sequence[str], secret: bytes) -> None:
-        """Fetches the folder, and makes an empty one if nobody has it, so that no other worker of this node asks again."""
-        if self.folder.exists():  # another worker was faster
+    def _complete(self) -> bool:
+        """Returns whether this node has the code: a worker has warmed up here, or fetched all of it."""
+        return _index(self.root, self.key).exists() and self.folder.exists()
+
+    def _fetch_once(self, peers: Sequence[str], secret: bytes) -> None:
+        """Fetches the code if it is not here and no other worker of this node has asked for it while this one waited."""
+        try:
+            lock = _opened(self.root, self.key, "fetch")
+        except OSError as error:
+            self._say(f"compiled code is not fetched: {error}")
             return
+        try:
+            asked = os.fstat(lock).st_mtime_ns
+            if _locked(lock, fcntl.LOCK_EX, unless=self._complete) and not self._complete() and os.fstat(lock).st_mtime_ns == asked:
+                self._fetch(peers, secret)
+                if peers:
+                    os.utime(lock, ns=(time.time_ns(),) * 2)
+        finally:
+            os.close(lock)
+
+    def _fetch(self, peers: Sequence[str], secret: bytes) -> None:
         for left in self.root.glob(f"{self.key}-*"):  # of a worker that died while it fetched
             shutil.rmtree(left, ignore_errors=True)
         for peer in peers:
@@ -94,17 +117,13 @@ class Compiled:
                 size, took_s = sum(size for _, size, _ in files), time.monotonic() - began
                 self._say(f"compiled code came from {peer}: {len(files)} files, {size / 1e6:.1f} MB, in {took_s:.3f} s")
                 return
-        try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            self._say(f"compiled code cannot be kept in {self.folder}: {error}")
 
     def _take(self, peer: str, secret: bytes) -> Sequence[File]:
         """Receives the files of the keeper at ``peer``; none if it has no code of this key.  Raises :class:`WireError` or OSError."""
         until = time.monotonic() + FETCH_S
         with closing(Wire.connect(peer, secret)) as wire:
             wire.send({"ask": ASK, "key": self.key})
-            files = _checked(wire.head()["files"])
+            files = _checked(_proven(wire.head(), self.key, secret))
             if not files:
                 return ()
             coming = Path(mkdtemp(prefix=f"{self.key}-", dir=self.root))
@@ -117,33 +136,60 @@ class Compiled:
                         raise WireError(f"it did not come within {FETCH_S:g} s")
                     (coming / name).parent.mkdir(parents=True, exist_ok=True)
                     (coming / name).write_bytes(data)
-                coming.rename(self.folder)
+                self._merge(coming, files)
             finally:
                 shutil.rmtree(coming, ignore_errors=True)
-        self._put_index(files)
         return files
 
+    def _merge(self, coming: Path, files: Sequence[File]) -> None:
+        """Moves the files into the folder, in which another worker may be compiling, and then gives them their index.
+
+        The index is written first, so that what another worker puts in place of one of them meanwhile counts as changed.
+        """
+        index = self._new_index(files)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        for name, _, _ in files:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (coming / name).replace(self.folder / name)
+        index.replace(_index(self.root, self.key))
+
     def _write_index(self) -> None:
+        """Writes the index of what is here.  A worker that found nothing and made nothing writes none, so the next one asks."""
         try:
             found = [path for path in sorted(self.folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-            names = [path.relative_to(self.folder).as_posix() for path in found]
-            files = [(name, *_summed(self.folder / name)) for name in names if name.partition("/")[0] not in NOT_KEPT]
-            if (size := sum(size for _, size, _ in files)) > LIMIT:
+            stats = {path.relative_to(self.folder).as_posix(): path.stat() for path in found}
+            stats = {name: stat for name, stat in stats.items() if name.partition("/")[0] not in NOT_KEPT}
+            if not stats:
+                return
+            files: list[File] = []
+            if (size := sum(stat.st_size for stat in stats.values())) > LIMIT:
                 self._say(f"compiled code in {self.folder} stays here: {size / 1e6:.0f} MB, and {LIMIT / 1e6:.0f} MB may go to other nodes")
-                files = []
-            self._put_index(files)
+            else:
+                known, written_ns = self._known()
+                for name, stat in stats.items():
+                    digest = known.get((name, stat.st_size)) if stat.st_mtime_ns < written_ns else None
+                    files.append((name, stat.st_size, digest or sha256((self.folder / name).read_bytes()).hexdigest()))
+            self._new_index(files).replace(_index(self.root, self.key))
         except OSError as error:
             self._say(f"compiled code in {self.folder} is not offered to other nodes: {error}")
 
-    def _put_index(self, files: Sequence[File]) -> None:
+    def _known(self) -> tuple[dict[tuple[str, int], str], int]:
+        """Returns the sums of the last index by name and size, and when it was written: older files need not be read again."""
         index = _index(self.root, self.key)
-        coming = index.with_name(f"{self.key}.{os.getpid()}")
+        try:
+            return {(name, size): digest for name, size, digest in _checked(json.loads(index.read_text()))}, index.stat().st_mtime_ns
+        except (OSError, ValueError, WireError):  # there is none, or nobody can read it
+            return {}, 0
+
+    def _new_index(self, files: Sequence[File]) -> Path:
+        """Returns a file with the index, which has not got its name yet."""
+        coming = self.root / f"{self.key}.{os.getpid()}"
         coming.write_text(json.dumps(files))
-        coming.replace(index)
+        return coming
 
 
-def serve(wire: Wire, root: Path | None, head: dict[str, Any]) -> None:
-    """Answers a request for compiled code: the files of the index, then their bytes.
+def serve(wire: Wire, root: Path | None, head: dict[str, Any], secret: bytes) -> None:
+    """Answers a request for compiled code: the files of the index with its proof, then their bytes.
 
     Raises :class:`WireError` or OSError, which ends the connection, if a file has changed since the index was written.
     """
@@ -151,6 +197,7 @@ def serve(wire: Wire, root: Path | None, head: dict[str, Any]) -> None:
     files: list[File] = []
     if root is not None and KEY.fullmatch(key) and _index(root, key).exists():
         files = _checked(json.loads(_index(root, key).read_text()))
+        _used(root, key)
 
     def parts() -> Iterator[bytes]:
         for name, size, _ in files:
@@ -159,7 +206,7 @@ def serve(wire: Wire, root: Path | None, head: dict[str, Any]) -> None:
                 raise WireError(f"{name} has changed")
             yield data
 
-    wire.send({"files": files})
+    wire.send({"files": files, "proof": proof(secret, key, files)})
     wire.send_raw(parts())
 
 
@@ -167,24 +214,76 @@ def _index(root: Path, key: str) -> Path:
     return root / f"{key}.json"
 
 
-def _summed(path: Path) -> tuple[int, str]:
-    data = path.read_bytes()
-    return len(data), sha256(data).hexdigest()
+def _opened(root: Path, key: str, name: str) -> int:
+    return os.open(root / f"{key}.{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _used(root: Path, key: str) -> None:
+    """Notes that the code of ``key`` is used now."""
+    (root / f"{key}.lock").touch(mode=0o600)
+
+
+def _remove_unused(root: Path) -> None:
+    """Removes the code of all keys that nobody has used for ``UNUSED_S`` and in which nobody compiles."""
+    for path in root.glob("*.lock"):
+        with contextlib.suppress(OSError):  # another worker removes it, too; or it cannot be removed, and stays
+            oldest = time.time() - UNUSED_S
+            if not KEY.fullmatch(path.stem) or path.stat().st_mtime > oldest:
+                continue
+            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if _locked(lock, fcntl.LOCK_EX, 0.0) and os.fstat(lock).st_mtime <= oldest:
+                    _remove(root, path.stem)
+            finally:
+                os.close(lock)
+
+
+def _remove(root: Path, key: str) -> None:
+    _index(root, key).unlink(missing_ok=True)  # first, because it says that the folder is whole
+    for folder in (*root.glob(key), *root.glob(f"{key}-*")):
+        shutil.rmtree(folder)
+    for path in (*root.glob(f"{key}.[!l]*"), root / f"{key}.lock"):  # the lock is the last, because it says how old the rest is
+        path.unlink(missing_ok=True)
+
+
+def proof(secret: bytes, key: str, files: Any) -> str:
+    """Returns the HMAC-SHA256 of an index and its key, which only a process of the run can make."""
+    return hmac.new(secret, b"compiled" + json.dumps([key, files]).encode(), sha256).hexdigest()
+
+
+def _proven(head: Any, key: str, secret: bytes) -> Any:
+    """Returns the index in an answer.  Raises :class:`WireError` if the answer was not made for ``key`` by a process of the run."""
+    try:
+        files, found = head["files"], head["proof"]
+    except (LookupError, TypeError):
+        files, found = None, None
+    if not hmac.compare_digest(ascii(found), ascii(proof(secret, key, files))):  # ASCII, because it compares no other text
+        raise WireError("its index is not proven by the secret of this run")
+    return files
 
 
 def _checked(files: Any) -> list[File]:
-    """Returns the files of an index.  Raises :class:`WireError` for a name that leads out of the folder, and for too much code."""
+    """Returns the files of an index.  Raises :class:`WireError` for an unsafe name, and for too much code."""
     try:
         found = [(str(name), int(size), str(digest)) for name, size, digest in files]
     except (TypeError, ValueError) as error:
         raise WireError(f"its index cannot be read: {error}") from error
     for name, size, _ in found:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.parts or size < 0:
+        if not _safe(name) or size < 0:
             raise WireError(f"its index has a file {name!r} of {size} bytes")
     if (size := sum(size for _, size, _ in found)) > LIMIT:
         raise WireError(f"it has {size} bytes, more than the {LIMIT} that are taken")
     return found
+
+
+def _safe(name: str) -> bool:
+    """Returns whether ``name`` can be the name of a file, and leads to no place out of its folder."""
+    path = PurePosixPath(name)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return not path.is_absolute() and ".." not in path.parts and bool(path.parts) and "\0" not in name
 
 
 def _locked(descriptor: int, how: int, wait_s: float = LOCK_S, unless: Callable[[], bool] = lambda: False) -> bool:

@@ -172,7 +172,7 @@ class KeeperStore:
 
     def _serve(self, wire: Wire, head: dict[str, Any]) -> None:
         if head["ask"] == compiled.ASK:
-            return compiled.serve(wire, self._compiled_at, head)
+            return compiled.serve(wire, self._compiled_at, head, self.secret)
         worker = WorkerId(head["worker"])
         match head["ask"]:
             case "where":

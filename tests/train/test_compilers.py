@@ -11,7 +11,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from elastic.train.machine import compilers
-from elastic.train.machine.compilers import INDUCTOR, TRITON, key_of, place
+from elastic.train.machine.compilers import INDUCTOR_DIR, TRITON_DIR, key_of, place
 from tests.support.toys import toy_job
 
 KIND, CODE = "cpu, torch 2, 1 threads", "mine 012345678901"
@@ -53,13 +53,13 @@ def test_the_key_tells_apart_what_cannot_share_code(tmp_path: Path, cpu: Callabl
 
 def test_a_place_that_the_user_has_chosen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controls: a process that has imported torch's compiler, which sets the variable by itself, and a job that compiles nothing."""
-    for before in (INDUCTOR, TRITON):
+    for before in (INDUCTOR_DIR, TRITON_DIR):
         monkeypatch.delenv(before, raising=False)
     job = toy_job(tmp_path, compile=True)
-    monkeypatch.setenv(INDUCTOR, str(tmp_path / "mine"))
-    assert place(job, CODE, KIND, tmp_path) is None and os.environ[INDUCTOR] == str(tmp_path / "mine") and TRITON not in os.environ
-    monkeypatch.setenv(INDUCTOR, default_cache_dir())
-    assert place(job.replace(compile=False), CODE, KIND, tmp_path) is None and os.environ[INDUCTOR] == default_cache_dir()
+    monkeypatch.setenv(INDUCTOR_DIR, str(tmp_path / "mine"))
+    assert place(job, CODE, KIND, tmp_path) is None and os.environ[INDUCTOR_DIR] == str(tmp_path / "mine") and TRITON_DIR not in os.environ
+    monkeypatch.setenv(INDUCTOR_DIR, default_cache_dir())
+    assert place(job.replace(compile=False), CODE, KIND, tmp_path) is None and os.environ[INDUCTOR_DIR] == default_cache_dir()
     found = place(job, CODE, KIND, tmp_path)
-    assert found is not None and os.environ[INDUCTOR] == str(found.folder) == str(tmp_path / key_of(job, CODE, KIND))
-    assert os.environ[TRITON] == f"{found.folder}/triton"
+    assert found is not None and os.environ[INDUCTOR_DIR] == str(found.folder) == str(tmp_path / key_of(job, CODE, KIND))
+    assert os.environ[TRITON_DIR] == f"{found.folder}/triton"

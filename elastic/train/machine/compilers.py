@@ -15,7 +15,7 @@ import torch
 from elastic.job import Job
 from elastic.state.compiled import Compiled
 
-INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+INDUCTOR_DIR, TRITON_DIR = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 CPU = Path("/proc/cpuinfo")
 CPU_FIELDS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "Features")
 """Fields on which C++ code of torch's compiler depends: it is made for the CPU of its node, and may crash on another one."""
@@ -30,10 +30,10 @@ def place(job: Job, code: str, kind: str, root: Path) -> Compiled | None:
     ``code`` is the digest of the user's code and ``kind`` the worker's kind.  Returns None if the job compiles nothing, or if the user has
     chosen a place by ``TORCHINDUCTOR_CACHE_DIR``: it stays, and nothing goes to other nodes.
     """
-    if not job.compile or os.environ.get(INDUCTOR, _usual()) != _usual():
+    if not job.compile or os.environ.get(INDUCTOR_DIR, _usual()) != _usual():
         return None
     found = Compiled(root, key_of(job, code, kind), lambda sentence: print(sentence, flush=True))
-    os.environ |= {INDUCTOR: str(found.folder), TRITON: str(found.folder / "triton")}
+    os.environ |= {INDUCTOR_DIR: str(found.folder), TRITON_DIR: str(found.folder / "triton")}
     return found
 
 

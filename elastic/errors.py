@@ -10,6 +10,7 @@
     │   └── AbortStuck           the abort of the previous world does not end in this process
     ├── FencedOff            2   this worker may apply nothing more in a generation
     ├── StateMissing         2   state is not where the plan says
+    ├── StateDamaged         2   state in files is not what was written there
     ├── NoRoomYet            2   memory that a worker needs is still held for workers that died
     ├── WireError            2   the other end of a direct socket is gone, or is a stranger
     ├── ClusterGone          2   the head of the cluster cannot be reached any more
@@ -77,6 +78,10 @@ class FencedOff(ElasticError):
 
 class StateMissing(ElasticError):
     """The holder that the plan names lacks a slice, or the checkpoint belongs to another model."""
+
+
+class StateDamaged(ElasticError):
+    """State that was read from a file is not what was written there, so this process holds no state that can be trusted."""
 
 
 class NoRoomYet(ElasticError):

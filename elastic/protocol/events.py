@@ -215,7 +215,7 @@ class Broken:
 
     cause "peer":    a collective failed;
     cause "job":     the user's code raised an error (``signature``: exception type and user frame);
-    cause "device":  its process cannot use its device any more and is to be replaced (``signature``: the device's error);
+    cause "device":  its process cannot use its device, or its state in files, and is to be replaced (``signature``: the error);
     cause "damaged": ``version`` in the bucket cannot be read;
     cause "copy":    a keeper's copy cannot be read (``signature``: the keeper's node);
     cause "lease":   its lease ran out.

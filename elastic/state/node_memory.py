@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from elastic.state.region import NAME, Region
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
+MOUNTS = Path("/proc/self/mountinfo")
 FOLDER = Path("/dev/shm")
 """The folder whose lock :func:`alone` takes: all containers that share memory have it."""
 REGIONS = f"/memfd:{NAME}"
@@ -76,6 +78,17 @@ def whole_disk(folder: str) -> int:
     """Returns the bytes of the disk that has ``folder``."""
     found = os.statvfs(folder)
     return found.f_blocks * found.f_frsize
+
+
+def filesystem(folder: str, mounts: Path = MOUNTS) -> str:
+    """Returns the type of the filesystem that has ``folder``, such as ``ext4``; empty if the system does not tell."""
+    there, found = Path(folder).resolve(), dict[Path, str]()
+    with suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            mount, _, kind = line.partition(" - ")
+            place = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mount.split()[4])
+            found[Path(place)] = kind.split()[0]  # a later mount hides an earlier one at the same place
+    return next((found[each] for each in (there, *there.parents) if each in found), "")
 
 
 def free_for(region: Region) -> tuple[int, str]:

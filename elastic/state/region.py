@@ -154,9 +154,15 @@ class Region:
             raise StateMissing("this is no region of host copies, or one of another version of Elastic")
         self.slots, self.slot_bytes, self.slot_blocks, self._tensors_bytes = sizes
         self._digests_at = PAGE + _pages(self._tensors_bytes)
-        self.on_disk = not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{NAME}")
+        link = os.readlink(f"/proc/self/fd/{descriptor}")
+        self.folder = "" if link.startswith(f"/memfd:{NAME}") else os.path.dirname(link)
+        """Folder of the file, empty if it is in memory."""
         self._reserved = [0] * self.slots
         """Bytes from the beginning of each slot that this process has taken from the system: only a slot's writer takes memory."""
+
+    @property
+    def on_disk(self) -> bool:
+        return bool(self.folder)
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int, slot_blocks: int, tensors: Sequence[Tensor] = (), folder: str = "") -> Region:

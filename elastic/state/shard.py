@@ -38,7 +38,8 @@ class Home:
     blocks: Mapping[Key, slice]
     whole: bool = False
     """True if the slot held the wanted copy already."""
-    on_disk: bool = False
+    folder: str = ""
+    """Folder of the file that has the slot; empty if it is in memory."""
     let_go: Callable[[Key], None] = lambda key: None
     """Takes a tensor out of this process's memory where it is in a file.  It is called after each use; the next one brings it again."""
 

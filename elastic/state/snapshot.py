@@ -262,7 +262,7 @@ class Snapshots:
             self.region.let_go(first, first + places[key].bytes)
 
         sums = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
-        return Home(slot, layout.bytes, values, sums, blocks, whole, self.region.on_disk, let_go)
+        return Home(slot, layout.bytes, values, sums, blocks, whole, self.region.folder, let_go)
 
     def _free(self, slots: Collection[Copy | None]) -> list[int]:
         """Returns those of ``slots`` that hold neither a protected copy nor a living shard."""

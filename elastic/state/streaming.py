@@ -9,11 +9,14 @@ the CPU (Ren and others 2021, ZeRO-Offload): only gradients and weights travel t
 slower.
 
 The slots may be in files (Rajbhandari and others 2021, ZeRO-Infinity).  Nothing else changes, except that threads read and write them, and
-that each tensor leaves the memory of this process once it was read or written.
+that each tensor leaves the memory of this process once it was read or written.  A disk may lose a write without a word, and then the old
+bytes come back.  So the digests of all that was read are compared with those that were written, and an update ends with an error if they
+differ.
 """
 
 from __future__ import annotations
 
+import platform
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from elastic.engine.streams import stream, wait_for
+from elastic.errors import StateDamaged
 from elastic.job import Job
 from elastic.state.digest import digests
 from elastic.state.shard import Home, Key
@@ -64,9 +68,10 @@ def through(device: torch.device, before: Home, after: Home, groups: Sequence[Se
     """Yields the tensors of each group of ``before`` on ``device``.  What the caller makes of them goes to ``after``, with its digests.
 
     A group that was yielded is emptied once its tensors were written, so that the device has at most ``GROUPS`` of them.  Nothing is in
-    flight any more when the generator ends or is closed.
+    flight any more when the generator ends or is closed.  Raises :class:`StateDamaged` after the last group if the bytes of a file are not
+    those that were written there; what went to ``after`` is no state then.
     """
-    way: _Way = _Threads(device) if before.on_disk else _Streams(device) if device.type == "cuda" else _Plain()
+    way: _Way = _Threads(device) if before.folder else _Streams(device) if device.type == "cuda" else _Plain()
     coming = [way.load(before, keys) for keys in groups[:1]]
     going = deque[tuple[Values, Callable[[], None]]]()
     try:
@@ -79,8 +84,19 @@ def through(device: torch.device, before: Home, after: Home, groups: Sequence[Se
             coming.append(way.load(before, following))
             yield values
             going.append((values, way.store(after, values)))
+        if wrong := way.wrong():
+            raise StateDamaged(_told(before.folder, wrong))
     finally:
         way.finish()
+
+
+def _told(folder: str, wrong: Sequence[Key]) -> str:
+    kind, name = wrong[0]
+    return (
+        f"state in files of {folder} on {platform.node()}: the bytes are not those that were written (first in {kind} {name!r}); this "
+        f"worker ends, and its state comes from elsewhere; look for errors of that disk in the kernel's log, and name another "
+        f"offload_folder if this happens again"
+    )
 
 
 def put(home: Home, key: Key, value: torch.Tensor) -> None:
@@ -96,6 +112,9 @@ class _Way(Protocol):
 
     def store(self, home: Home, values: Values) -> Callable[[], None]:
         """Begins to write tensors, after the work on the present stream.  Returns a call that waits for that."""
+
+    def wrong(self) -> list[Key]:
+        """Returns the loaded tensors whose bytes are not those that were written.  Only files are looked at."""
 
     def finish(self) -> None:
         """Waits for everything that was begun."""
@@ -113,6 +132,9 @@ class _Plain:
             put(home, key, value)
         return lambda: None
 
+    def wrong(self) -> list[Key]:
+        return []
+
     def finish(self) -> None:
         """Returns at once."""
 
@@ -125,6 +147,8 @@ class _Threads:
         self._under_way: set[Future[Any]] = set()
         """The calls that nobody has waited for; the result of any other is not kept."""
         self._one_writes = Lock()
+        self._differ = dict[Key, torch.Tensor]()
+        """Whether the digests of a loaded tensor differ from those that were written, on the device."""
 
     def load(self, home: Home, keys: Sequence[Key]) -> Callable[[], Values]:
         return self._begin(partial(self._read, home, keys), "offload in")
@@ -132,6 +156,11 @@ class _Threads:
     def store(self, home: Home, values: Values) -> Callable[[], None]:
         computed = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         return self._begin(partial(self._write, home, values, computed), "offload out")
+
+    def wrong(self) -> list[Key]:
+        with self._stream("offload in"):
+            verdicts = torch.stack([*self._differ.values()]).tolist() if self._differ else []
+        return [key for key, differs in zip(self._differ, verdicts, strict=True) if differs]
 
     def finish(self) -> None:
         errors = [error for each in self._under_way if (error := each.exception())]
@@ -155,6 +184,9 @@ class _Threads:
         with self._stream("offload in"):
             for key in keys:
                 values[key] = home.values[key].to(self.device, copy=True)
+                found = digests(values[key])
+                written = home.sums[home.blocks[key]].to(self.device)  # it returns after the digests: an update may change the tensor then
+                self._differ[key] = (found != written).any()
                 home.let_go(key)
         return values
 
@@ -206,6 +238,9 @@ class _Streams:
             kept.clear()
 
         return gone
+
+    def wrong(self) -> list[Key]:
+        return []
 
     def finish(self) -> None:
         for each in (torch.cuda.current_stream(self.device), self._in, self._out):

@@ -1,4 +1,4 @@
-"""Finds out what stopped a generation here: the job, a peer, the bucket, or this process's own device.
+"""Finds out what stopped a generation here: the job, a peer, the bucket, or this process's own device or disk.
 
 An error of a device that cannot be mended (a failed assertion in a kernel, an illegal address, a hardware fault) is *sticky*.  Its cause
 was launched long ago.  It appears in the next call to the device, which may be a peer's collective or our own polling, and then in every
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from elastic.errors import AbortStuck, CopyLost, FencedOff, WorldBroken
+from elastic.errors import AbortStuck, CopyLost, FencedOff, StateDamaged, WorldBroken
 from elastic.protocol.commit_record import BadRecord
 from elastic.state.snapshot import NoMemory
 from storage.errors import Damaged, StorageError
@@ -43,7 +43,7 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
         ask_device()
     except RuntimeError as sticky:
         return "device", str(sticky).partition("\n")[0]
-    if isinstance(error, AbortStuck):
+    if isinstance(error, AbortStuck | StateDamaged):
         return "device", str(error)
     if forming and isinstance(error, torch.OutOfMemoryError | NoMemory):
         return "device", _signature(error)

@@ -44,7 +44,7 @@ from storage.slices import Tensor
 SLOW = 5e8
 """Bytes of state a second at which a slow bucket fills a forming world."""
 SLOW_DISK = 1e9
-"""Bytes of state a second that a disk reads while it writes as many: one disk that several workers of a node share."""
+"""Bytes of state a second that a disk reads while it writes as many; the workers of a node share it."""
 LARGE = 1e9
 """Bytes of state from which on a device or a node may have too little memory for all of it."""
 TELLING_S = 10.0
@@ -218,14 +218,15 @@ def _forming(job: Job, state_bytes: int) -> list[str]:
 
 def _updating(job: Job, state_bytes: int) -> list[str]:
     """Returns a warning if the state in files is so large that a fence may not wait for the end of an update."""
-    part, fence_s = state_bytes / number_of_cells(job.layouts()[-1]), job.deadlines.fence_s
+    part, fence_s = state_bytes / min(map(number_of_cells, job.layouts())), job.deadlines.fence_s
     takes_s = part / SLOW_DISK
     if not job.offload_folder or takes_s <= fence_s / 2:
         return []
     return [
-        f"deadlines.fence_s = {fence_s:g} may be too short for an update of {amount(part)} of state in files: at {amount(SLOW_DISK)} a "
-        f"second it takes {takes_s:.0f} s, and a worker that does not answer a fence in time is ended; set it to {ceil(2 * takes_s)} or "
-        f"more, and deadlines.stall_s too"
+        f"deadlines.fence_s = {fence_s:g} may be too short for an update of {amount(part)} of state in files, a worker's part where the "
+        f"fewest share it: at {amount(SLOW_DISK)} a second it takes {takes_s:.0f} s if the disk serves one worker, and as much more for "
+        f"each other worker of the node; a worker that does not answer a fence in time is ended; set it to {ceil(2 * takes_s)} or more for "
+        f"each worker of a node, and deadlines.stall_s too"
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from tempfile import TemporaryFile
 
@@ -25,7 +25,7 @@ from elastic.plan.placement import cell_of, distinct_cells, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.protocol.copy_schedule import SaveRule
 from elastic.protocol.plan import Plan
-from elastic.state.node_memory import alone, copies_here, free_disk, free_memory
+from elastic.state.node_memory import alone, copies_here, filesystem, free_disk, free_memory
 from elastic.state.region import Region, frame, slot_sizes
 from elastic.state.snapshot import Snapshots
 from elastic.train.counters import Counters
@@ -63,6 +63,15 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 and NCCL finds no memory."""
 
 
+IN_MEMORY = ("tmpfs", "ramfs")
+"""Filesystems whose files are in memory."""
+OVER_A_NETWORK = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "beegfs", "gpfs", "wekafs", "afs", "9p"),
+    *("fuse.sshfs", "fuse.ceph", "fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs"),
+)
+"""Filesystems whose files are on other machines."""
+
+
 def prepare_process(job: Job, address: str = "") -> torch.device:
     """Fixes what would vary between processes; returns this worker's device.  Other nodes reach this one at ``address``.
 
@@ -85,16 +94,19 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
     if PRECISIONS[job.precision].fp8 is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise JobError(f"precision = {job.precision!r}: {torch.cuda.get_device_name(device)} cannot multiply in fp8; take 'bf16'")
-    if job.offload_folder:
-        check_folder(job.offload_folder)
+    if job.offload_folder and (slow := check_folder(job.offload_folder)):
+        print(slow, flush=True)
     if device.type == "cuda" and (little := little_shared(shared_memory())):
         print(little, flush=True)
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms
     return device
 
 
-def check_folder(folder: str) -> None:
-    """Raises :class:`JobError` unless this process can make files in ``folder`` and look at its disk."""
+def check_folder(folder: str, kind_of_disk: Callable[[str], str] = filesystem) -> str:
+    """Returns a warning if ``folder`` is not on a disk of this node, or "".
+
+    Raises :class:`JobError` unless this process can make files there, and if they would be in memory.
+    """
     try:
         with TemporaryFile(dir=folder):
             pass
@@ -103,6 +115,18 @@ def check_folder(folder: str) -> None:
             f"offload_folder = {folder!r} is not a folder in which a worker on {platform.node()} can make files ({error.strerror}); "
             f"make it on every node, on a local disk, or name another one"
         ) from error
+    kind = kind_of_disk(folder)
+    if kind in IN_MEMORY:
+        raise JobError(
+            f"offload_folder = {folder!r} is a {kind} on {platform.node()}: its files are in the memory that they should spare; name a "
+            f"folder of a local disk, or leave offload_folder out to keep the state in memory"
+        )
+    if kind in OVER_A_NETWORK:
+        return (
+            f"offload_folder = {folder!r} is a {kind} on {platform.node()}: every update reads and writes all of the state over the "
+            f"network, and all nodes may share what it can carry; a folder of a local disk is faster"
+        )
+    return ""
 
 
 def kind_of(device: torch.device) -> str:

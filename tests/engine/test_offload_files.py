@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from elastic.engine.optim.base import rule_of
 from elastic.engine.world import World
-from elastic.errors import JobError
+from elastic.errors import JobError, StateDamaged, StateMissing
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.copy_budget import CopyRule
@@ -26,7 +27,8 @@ from elastic.state import node_memory
 from elastic.state.region import Region, frame
 from elastic.state.shard import Home, Key, Shard
 from elastic.state.snapshot import Snapshots
-from elastic.state.streaming import SHARES, Values, _Threads, group_bytes, groups_of, through
+from elastic.state.streaming import SHARES, Values, _Threads, group_bytes, groups_of, put, through
+from elastic.state.uploader import check
 from elastic.train import session
 from elastic.train.local import run_local
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
@@ -102,8 +104,8 @@ def test_a_group_is_updated_while_the_one_before_goes(tmp_path: Path, monkeypatc
     whole, version = frame(tensors, cell(1, 0)), Version(1, 1)
     snapshots = Snapshots(Region.create(4, whole.bytes, whole.blocks, tensors, str(tmp_path)), tensors, torch.device("cpu"), CopyRule())
     one = snapshots.home(Copy(version, cell(1, 0)), [], adopt=False)
-    for value in one.values.values():
-        value.fill_(3)
+    for key, value in one.values.items():
+        put(one, key, torch.full_like(value, 3))
     other = snapshots.next_home(Shard(version, cell(1, 0), {}, one))
     came, updated, seen = defaultdict[str, Event](Event), defaultdict[str, Event](Event), list[bool]()
     write, read = _Threads._write, _Threads._read
@@ -251,6 +253,54 @@ def test_a_write_that_fails_ends_the_update(tmp_path: Path, monkeypatch: pytest.
         world.close()
 
 
+@pytest.mark.parametrize("kind", ["parameter", "moment.exp_avg_sq"])
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "control"])
+def test_old_bytes_that_come_back_are_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, checked: bool) -> None:
+    """A write is lost: the file has a tensor's bytes of step 1 in the slot of step 2.
+
+    The update of step 3 raises; neither the slot that it has read nor the one that it has written is taken for state.  The control: an
+    update that does not look brings the old bytes into step 3, with digests that match them.
+    """
+    if not checked:
+        monkeypatch.setattr(_Threads, "wrong", lambda self: [])
+    world = World.alone(torch.device("cpu"), generation=1)
+    try:
+        with member(world, in_files(tmp_path), Version(0, 0), prefetch=0) as me:
+            assert me.session.snapshots is not None
+            region, lies = me.session.snapshots.region, frame(me.state.tensors, me.state.shard.cell)
+            place = next(place for tensor, place in lies.places.items() if tensor.kind == kind)
+
+            def slot_of(step: int) -> int | None:
+                return region.find(Copy(Version(step, 1), me.state.shard.cell))
+
+            def at(step: int) -> int:
+                slot = slot_of(step)
+                assert slot is not None
+                check(region, slot, lies)
+                return region.data_at(slot) + place.offset
+
+            me.step()
+            old = os.pread(region.descriptor, place.bytes, at(1))
+            me.step()
+            assert os.pread(region.descriptor, place.bytes, at(2)) != old
+            assert os.pwrite(region.descriptor, old, at(2)) == place.bytes
+            if not checked:
+                me.step()
+                assert at(3), "the digests of what became of old bytes match"
+                return
+            named = rf"state in files of {tmp_path} on .*: the bytes are not those that were written \(first in {kind} '"
+            with pytest.raises(StateDamaged, match=named):
+                me.step()
+            with me.fence as rules:
+                assert not rules.held, "the member answers as for any update that failed"
+            read = slot_of(2)
+            assert read is not None and slot_of(3) is None
+            with pytest.raises(StateMissing, match=f"the copy of {kind} .* is damaged"):
+                check(region, read, lies)
+    finally:
+        world.close()
+
+
 # ---- what cannot work
 
 
@@ -286,6 +336,41 @@ def test_a_folder_that_is_missing_is_refused_before_the_first_step(tmp_path: Pat
     gone = tmp_path / "gone"
     with pytest.raises(JobError, match=rf"offload_folder = '{gone}' is not a folder in which .* \(No such file or directory\); make it on"):
         run_local(in_files(tmp_path, offload_folder=str(gone)), lambda line: None)
+
+
+def test_a_folder_in_memory_is_refused(tmp_path: Path) -> None:
+    """/dev/shm is one on every Linux.  The control: the folder of this test, which is on a disk."""
+    why = r"offload_folder = '/dev/shm/.*' is a tmpfs on .*: its files are in the memory that they should spare; name a folder of"
+    with TemporaryDirectory(dir="/dev/shm") as folder, pytest.raises(JobError, match=why):
+        run_local(in_files(tmp_path, offload_folder=folder), lambda line: None)
+    assert session.check_folder(str(tmp_path)) == ""
+
+
+MOUNTS = r"""22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+23 22 0:21 / {0} rw,relatime - ext4 /dev/vdb rw
+24 23 0:22 / {0} rw,relatime shared:7 master:3 - nfs4 server:/export rw,addr=10.0.0.1
+25 24 0:23 / {0}/with\040blank rw - ramfs none rw
+26 24 0:24 / {0}/with rw - xfs /dev/vdc rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("below", "kind"), [("", "nfs4"), ("deep/er", "nfs4"), ("with blank/x", "ramfs"), ("with", "xfs"), ("without", "nfs4"), ("..", "ext4")]
+)
+def test_a_folder_over_a_network_is_warned_of(tmp_path: Path, below: str, kind: str) -> None:
+    """The innermost mount counts, and of two at the same place the later one.  A link leads to where it points."""
+    there, link, mounts = tmp_path / "mount" / below, tmp_path / "link", tmp_path / "mountinfo"
+    there.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(there)
+    mounts.write_text(MOUNTS.replace("{0}", str(tmp_path / "mount")))
+    kind_of = partial(node_memory.filesystem, mounts=mounts)
+    assert kind_of(str(there)) == kind_of(str(link)) == kind
+    assert node_memory.filesystem(str(there), tmp_path / "none") == ""
+    if kind == "ramfs":
+        with pytest.raises(JobError, match="is a ramfs on"):
+            session.check_folder(str(link), kind_of)
+    else:
+        assert ("is a nfs4 on" in session.check_folder(str(link), kind_of)) == (kind == "nfs4")
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from elastic.state.digest import digests
 from elastic.state.region import Region, frame
 from elastic.state.shard import Home, Shard
 from elastic.state.snapshot import Snapshots
-from elastic.state.streaming import GROUPS, groups_of, through
+from elastic.state.streaming import GROUPS, groups_of, put, through
 from storage.slices import Tensor
 from tests.state.nodes import AUTO
 from tests.support.cells import cell
@@ -38,8 +38,8 @@ def homes(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Home, Home]:
     snapshots = Snapshots(Region.create(4, whole.bytes, whole.blocks, TENSORS, folder), TENSORS, torch.device("cuda"), AUTO)
     snapshots.ready()
     one = snapshots.home(Copy(version, cell(1, 0)), [], adopt=False)
-    for number, value in enumerate(one.values.values()):
-        value.copy_(torch.arange(value.numel()).view(value.shape) + number)
+    for number, (key, value) in enumerate(one.values.items()):
+        put(one, key, (torch.arange(value.numel()).view(value.shape) + number).to(value.dtype))
     return one, snapshots.next_home(Shard(version, cell(1, 0), {}, one))
 
 

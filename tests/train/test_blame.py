@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.errors import AbortStuck, FencedOff, WorldBroken
+from elastic.errors import AbortStuck, FencedOff, StateDamaged, WorldBroken
 from elastic.state.snapshot import NoMemory
 from elastic.train.blame import classify, tell_where_all_stand, touch
 from storage.errors import Damaged, Unavailable
@@ -98,3 +98,10 @@ def test_where_all_threads_stand_is_told(capfd: pytest.CaptureFixture[str]) -> N
     thread.join()
     told = capfd.readouterr().out
     assert "thread stuck one stands at" in told and "in stands_here" in told and "in tell_where_all_stand" in told
+
+
+def test_state_in_files_that_is_not_what_was_written_ends_the_process() -> None:
+    """Another process has other files.  The control: an error of the disk that says so itself may be the user's."""
+    wrong = "state in files of /disk on host: the bytes are not those that were written"
+    assert classify(raised(StateDamaged(wrong)), fine) == ("device", wrong)
+    assert classify(raised(OSError(5, "Input/output error")), fine)[0] == "job"

@@ -80,20 +80,27 @@ def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text:
 
 
 def test_a_state_too_large_for_an_update_in_files_within_a_fence_is_told_of(tmp_path: Path, text: Path) -> None:
-    """A disk may need minutes for the state of 8 B parameters.  The value that the sentence recommends silences it; memory is no disk."""
+    """A disk may need minutes for the state of 8 B parameters.  The value that the sentence recommends silences it; memory is no disk.
+
+    A single worker has all of it where one is allowed, and half of it where two are the fewest.
+    """
     prepare(text, str(tmp_path / "data"))
     large = {"vocab": 257, "dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336}
 
-    def told(model: dict[str, Any], fence_s: float, folder: str = "/disk") -> list[str]:
+    def told(model: dict[str, Any], fence_s: float, folder: str = "/disk", least: int = 1) -> list[str]:
         settings: dict[str, Any] = {"offload": "optimizer", "parallel": {"zero": 2}, "deadlines": {"fence_s": fence_s, "stall_s": fence_s}}
         settings |= {"offload_folder": folder, "offload_buffer_gb": 10} if folder else {}
-        job = job_on(tmp_path, tmp_path / "data", name=f"of-{model['dim']}", model_args=model, workers={"max": 2}, **settings)
+        settings["workers"] = {"min": least, "max": 2}
+        job = job_on(tmp_path, tmp_path / "data", name=f"of-{model['dim']}-{least}", model_args=model, **settings)
         return [note for note in preflight(job).notes if "fence_s" in note]
 
     assert told({"vocab": 257, "dim": 16, "layers": 1, "heads": 2}, 10) == [] == told(large, 10, "")
-    (sentence,) = told(large, 10)
-    assert sentence.startswith("deadlines.fence_s = 10 may be too short for an update of 41.9 GB of state in files: "), sentence
-    assert told(large, float(sentence.partition("set it to ")[2].split()[0])) == [] != told(large, 40)
+    for least, part, takes_s in ((1, "83.8", 84), (2, "41.9", 42)):
+        (sentence,) = told(large, 10, least=least)
+        assert sentence.startswith(f"deadlines.fence_s = 10 may be too short for an update of {part} GB of state in files, "), sentence
+        assert f"it takes {takes_s} s if the disk serves one worker, and as much more for each other worker of the node" in sentence
+        enough = float(sentence.partition("set it to ")[2].split()[0])
+        assert told(large, enough, least=least) == [] != told(large, enough - 2, least=least)
 
 
 def test_the_cost_of_an_initialisation_on_the_cpu_is_told(tmp_path: Path, text: Path) -> None:

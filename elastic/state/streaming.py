@@ -148,7 +148,7 @@ class _Threads:
         """The calls that nobody has waited for; the result of any other is not kept."""
         self._one_writes = Lock()
         self._differ = dict[Key, torch.Tensor]()
-        """Whether the digests of a loaded tensor differ from those that were written, on the device."""
+        """True, on the device, for a loaded tensor whose digests differ from those that were written."""
 
     def load(self, home: Home, keys: Sequence[Key]) -> Callable[[], Values]:
         return self._begin(partial(self._read, home, keys), "offload in")

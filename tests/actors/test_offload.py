@@ -13,6 +13,7 @@ import pytest
 from elastic.runs import Run
 from tests.support.chaos import alone, assert_nothing_left, assert_survived, formed, trial
 from tests.support.kills import one_after_another, perform
+from tests.support.mischief import STEP
 from tests.support.toys import toy_job
 
 OFFLOADED: dict[str, Any] = {"offload": "optimizer", "parallel": {"zero": 2}}
@@ -57,6 +58,30 @@ def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path, medium: st
         assert seen[newcomer].final["healed_host_bytes"] > 0 == seen[newcomer].final["healed_bucket_bytes"]
     assert_nothing_left(chaos)
     assert not [*disk.iterdir()] and not open_below(disk), "no file is left, with a name or without"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("believed", [False, True], ids=["looked at", "control"])
+def test_a_file_that_changed_is_no_state(tmp_path: Path, believed: bool) -> None:
+    """F4: the update that reads the changed version ends its worker, and no world takes that version: the bits are those of another run.
+
+    The control: where the update does not look, the run ends with other bits, and nobody notices.
+    """
+    expected = alone(toy_job(tmp_path / "alone", name="local", steps=12))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    settings = OFFLOADED | {"offload_folder": str(disk), "offload_buffer_gb": 1e-4, "workers": {"min": 2, "max": 2}}
+    loss = f"tests.support.mischief:bent_file{'_believed' if believed else ''}"
+    chaos = trial(toy_job(tmp_path / "bent", steps=12, loss=loss, checkpoint={"save_every": 4}, **settings))
+    assert chaos.result.state == "Finished"
+    worlds = formed(Run.open(chaos.job).records())
+    if believed:
+        assert chaos.hash != expected.hash and len(worlds) == 1
+        return
+    assert (chaos.hash, chaos.losses) == (expected.hash, expected.losses)
+    assert worlds[-1].step < STEP - 1, "the version that changed is no more taken for state"
+    assert worlds[0].members[0] not in worlds[-1].members, "the worker was replaced"
+    assert any("cannot go on (device: state in files of" in str(line) for line in chaos.lines)
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from elastic.engine.loss import next_token
 from elastic.engine.world import World
 from elastic.protocol.commit_record import BadRecord, CommitShape, Outcome, conclude
 from elastic.state import snapshot
+from elastic.state.streaming import _Threads
 from elastic.train import loop
 from elastic.train import step as steps
 from elastic.train.loop import Trainer
@@ -151,6 +153,25 @@ def device_error(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Te
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise torch.AcceleratorError(ASSERTED)
+
+
+def bent_file(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Changes a byte of world rank 0's newest version in its file, while it computes ``STEP``."""
+    if _due(0):
+        snapshots = trainer().session.snapshots
+        assert snapshots is not None
+        region = snapshots.region
+        _, slot = max((copy.age, slot) for slot, copy in enumerate(region.all_held()) if copy is not None)
+        at = region.data_at(slot) + 2
+        os.pwrite(region.descriptor, bytes([os.pread(region.descriptor, 1, at)[0] ^ 64]), at)
+        print(f"mischief: {trainer().worker} has a file with another byte", flush=True)
+    return watched(model, batch)
+
+
+def bent_file_believed(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The control for the same fault: no update looks at what it has read."""
+    _Threads.wrong = lambda self: []  # type: ignore[method-assign]
+    return bent_file(model, batch)
 
 
 def stuck_abort(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

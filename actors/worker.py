@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -53,7 +54,7 @@ class Worker:
     """
 
     def __init__(
-        self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes, peers: list[str]
+        self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes, peers: Sequence[str] = ()
     ) -> None:
         """``peers`` are the addresses of keepers that may have compiled code for this worker."""
         self.job, self.worker, self.coordinator, self.secret, self.peers = job, worker, coordinator, secret, peers

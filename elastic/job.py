@@ -107,7 +107,7 @@ class Job(Part):
     ``auto``: the first of ``none``, ``selective`` and ``block`` with which ``workers.min`` (or, if that is 1, half of ``workers.max``) can
     train in the memory of their devices, or else all; each worker tries it before it joins.  It is ``none`` with ``--local``, and where
     blocks are compiled in a reproducible job, since they have other bits with each.
-    A run that is gone on with keeps its own, unless the job names one.
+    A run that is gone on with keeps its own in place of ``auto``.
     """
     activations: Branch[Literal["keep", "offload", "int8", "fp8"]] = "keep"
     """The place or format of what blocks keep for the backward pass: ``offload`` is memory of the host, with the same bits; ``int8`` and
@@ -189,8 +189,10 @@ class Job(Part):
         return Job(**{name: getattr(self, name) for name in self.model_fields_set} | settings)
 
     def going_on(self, stored: dict[str, Any]) -> Job:
-        """Returns the job with ``numerics`` and ``recompute`` of the run whose ``job.json`` is ``stored``, unless it names them."""
-        left = {"numerics", "recompute"} - self.model_fields_set
+        """Returns the job with the ``numerics`` of the run whose ``job.json`` is ``stored``, unless it names a number itself, and with its
+        ``recompute`` in place of ``auto``.
+        """
+        left = {"numerics"} - self.model_fields_set | ({"recompute"} if self.recompute == "auto" else set())
         return self.replace(**{name: (BEFORE | stored)[name] for name in sorted(left)}) if left else self
 
     def begun_as(self, stored: dict[str, Any]) -> Job:

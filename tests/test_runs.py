@@ -152,9 +152,9 @@ def test_a_run_goes_on_with_its_own_recompute() -> None:
     for stored, recompute in (({}, "none"), ({"recompute": "none"}, "none"), ({"recompute": "block"}, "block")):
         job = {name: value for name, value in about["job"].items() if name != "recompute"} | stored
         new.store.put("old/job.json", json.dumps({**about, "job": job}).encode())
-        assert Run.open(old).job.recompute == recompute
-    with pytest.raises(JobError, match=r"\(recompute = 'block' there and 'auto' here\)"):
-        Run.open(old.replace(recompute="auto"))
+        assert Run.open(old).job.recompute == Run.open(old.replace(recompute="auto")).job.recompute == recompute
+    with pytest.raises(JobError, match=r"\(recompute = 'block' there and 'none' here\)"):
+        Run.open(old.replace(recompute="none"))
 
 
 def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_valid() -> None:

@@ -72,7 +72,8 @@ def parallelize(
     apply_sync(blueprint, scheme)
     blueprint.to_empty(device=world.device)
     _tie(blueprint, aliases)
-    settle(blueprint)
+    if fp8 is not None:
+        settle(blueprint)
     if world.device.type == "cuda":
         keep_streams(blueprint, world)
     return blueprint, Split(blueprint, scheme, fp8), scheme, statistics

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic.engine.axes.whole import Whole
 from elastic.engine.optim.base import rule_of
@@ -142,7 +143,8 @@ def living(snapshots: Snapshots | None) -> int:
     slots = range(0)
     if snapshots is not None:
         slots = range(snapshots.memory.data_ptr(), snapshots.memory.data_ptr() + len(snapshots.memory))
-    found = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), Tensor)}
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor) and not issubclass(type(each), FakeTensor))
+    found = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     return sum(storage.nbytes() for place, storage in found.items() if storage.device.type == "cpu" and place not in slots)
 
 

@@ -64,6 +64,15 @@ def refused(world: World, job: Job) -> str:
     return ""
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Lets the judge use one thread, as the members do: with more of them, factorisations of matrices on a CPU round differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     pool = Ranks(4)

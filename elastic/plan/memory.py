@@ -49,7 +49,11 @@ class Need:
         """Returns the bytes that a member holds at the end of a backward pass."""
         state = 0 if self.streamed else self.state
         cut, kept = (state, self.gradients) if self.late else (state + self.gradients, 0)
-        return -(-cut // shards) + kept + (self.computing if shards == 1 else self.gathered + -(-self.fp8 // shards))
+        return -(-cut // shards) + kept + self.copies(shards)
+
+    def copies(self, shards: int) -> int:
+        """Returns the bytes of the copies of weights that a member keeps from step to step."""
+        return self.computing if shards == 1 else self.gathered + -(-self.fp8 // shards)
 
 
 def least_shard(need: Need, device: int, most: int) -> int:

@@ -15,7 +15,7 @@ from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
 from elastic.plan.memory import first_roomy, least_shard
 from elastic.train.machine.device import memory_of, most_shards, need_of, policies_of
-from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
+from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import loss_of, opened
 from storage.slices import Tensor
 
@@ -54,8 +54,8 @@ def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None =
         f"weights{where}": -(-weights // shards),
         f"moments{where}": -(-moments // shards),
         "gradients": need.gradients if need.late else -(-need.gradients // shards),
-        "computing copies": need.computing if shards == 1 else need.gathered + -(-need.fp8 // shards),
-        "buffers": bytes_of([tensor for tensor in tensors if tensor.kind in ("buffer", "constant")]),
+        "computing copies": need.copies(shards),
+        "buffers": bytes_of([tensor for tensor in tensors if tensor.kind in BUFFERS]),
     }
 
 

@@ -34,11 +34,11 @@ from elastic.train.local import run_local
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.preflight import preflight
 from storage.slices import Tensor
-from tests.engine.test_offload import AFTER, in_groups, torn
+from tests.engine.test_offload import AFTER, torn, trained
 from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
-from tests.support.segments import Part, Trained, finish, member, train
+from tests.support.segments import Trained, member, train
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
@@ -50,11 +50,6 @@ LARGE: dict[str, Any] = {"vocab": 29, "dim": 256, "layers": 16, "heads": 4}
 def in_files(folder: Path, zero: int = 2, **changes: Any) -> Job:
     settings = {"offload": "optimizer", "offload_folder": str(folder), "offload_buffer_gb": SMALL, "parallel": {"zero": zero}}
     return toy_job(folder, **settings | changes)
-
-
-def trained(ranks: Ranks, job: Job, layout: Layout, last: int, **how: bool) -> str:
-    parts: list[Part] = ranks.run(layout, partial(in_groups, **how), job, Version(0, 0), last)
-    return finish(job, layout, [part.receipt for part in parts], Version(last, parts[0].outcomes[-1].generation))
 
 
 @pytest.mark.parametrize(("layout", "zero"), [(Layout(1, 1), 0), (Layout(1, 3), 1), (Layout(2, 2), 2)], ids=str)

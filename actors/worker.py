@@ -86,7 +86,7 @@ class Worker:
         from elastic.plan.placement import bytes_by_class, classes_of
         from elastic.train.loop import Trainer
         from elastic.train.machine import compilers
-        from elastic.train.machine.device import fitting_shard, states_fitting
+        from elastic.train.machine.device import fitting_shard, fitting_whole, states_fitting
         from elastic.train.model import build_model, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
         from elastic.train.warmup import choose_recompute
@@ -122,7 +122,8 @@ class Worker:
         except JobError as error:
             self._cannot_start(error)
             return
-        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build, bytes_by_class(tensors), least, states)
+        whole = fitting_whole(session.job, tensors, device, took)
+        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build, bytes_by_class(tensors), least, states, whole)
         self.report(self._joined)
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)

@@ -188,6 +188,10 @@ class Job(Part):
         """Returns the job with other values for some of its settings, checked again.  A setting that was left out stays so."""
         return Job(**{name: getattr(self, name) for name in self.model_fields_set} | settings)
 
+    def in_stage(self, zero: int | None) -> Job:
+        """Returns the job with another stage of ZeRO; with None it is the same."""
+        return self if zero is None else self.replace(parallel=self.parallel.model_copy(update={"zero": zero}))
+
     def going_on(self, stored: dict[str, Any]) -> Job:
         """Returns the job with the ``numerics`` of the run whose ``job.json`` is ``stored``, unless it names a number itself, and with its
         ``recompute`` in place of ``auto``.

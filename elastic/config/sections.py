@@ -115,8 +115,8 @@ class Parallel(Part):
     zero: Free[Literal[0, 1, 2, 3] | Auto] = "auto"
     """Stage of ZeRO: what workers share.  ``0``: nothing.  From ``1`` on the weights and moments that are updated; each worker also has all
     weights, in the format of forward and backward.  ``2``: also the sums of gradients, which with ``reproducible`` are shared anyway.
-    ``3``: all weights, too; those of a block are gathered when it runs.  ``auto``: 3 where ``dp_shard`` is more than 1.  A number from 1 on
-    makes all workers one replica, unless a degree is set.
+    ``3``: all weights, too; those of a block are gathered when it runs.  ``auto``, where ``dp_shard`` is more than 1: 2 if that degree is
+    ``auto``, too, and all devices have room for it, else 3.  A number from 1 on makes all workers one replica, unless a degree is set.
     """
     use: Free[Literal["all", "fit"]] = "all"
     """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer than one in eight and

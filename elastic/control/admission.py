@@ -82,7 +82,15 @@ def joined(decision: Decision, event: Joined) -> None:
         decision.do(Kill((event.worker,), "its node is refused"))
         return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
     latest = next(reversed(run.workers.values()), None) if run.workers else None
-    newcomer = Worker(event.node, event.kind, decision.now, host=event.build.host, least_shard=event.least_shard, states=event.states)
+    newcomer = Worker(
+        event.node,
+        event.kind,
+        decision.now,
+        host=event.build.host,
+        least_shard=event.least_shard,
+        states=event.states,
+        least_whole=event.least_whole,
+    )
     decision.open("members", "workers")[event.worker] = newcomer
     decision.know("members", classes=event.classes, class_bytes=event.class_bytes)
     if event.node not in run.cluster.homes:

@@ -108,7 +108,8 @@ def _take_up(decision: Decision, plan: Plan) -> None:
 
 
 def _announcement(plan: Plan, before: int, given_up: tuple[tuple[int, int, int], ...]) -> str:
-    text = f"form generation {plan.generation} of {names(plan.members)} ({plan.layout}) at step {plan.version.step} ({plan.tier})"
+    zero = f", zero = {plan.zero}" if plan.zero is not None else ""
+    text = f"form generation {plan.generation} of {names(plan.members)} ({plan.layout}{zero}) at step {plan.version.step} ({plan.tier})"
     for generation, first, last in given_up:
         text += f", abandons step{f' {first}' if first == last else f's {first}–{last}'} of generation {generation}"
     if plan.generation > before + 1:

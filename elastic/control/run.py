@@ -149,6 +149,8 @@ class Worker:
     """The smallest shard degree at which a member fits its device."""
     states: float = 0.0
     """The number of states of which its node has room for all copies; 0 if that is not known."""
+    least_whole: int = 0
+    """The smallest shard degree at which its device also has room for whole weights to compute with; 0 if it must not have them."""
 
 
 @dataclass(frozen=True)

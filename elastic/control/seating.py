@@ -124,6 +124,13 @@ def least_shard(members: Members, workers: Sequence[WorkerId]) -> int:
     return max((members.workers[worker].least_shard for worker in workers), default=1)
 
 
+def _may_gather_once(members: Members, seated: Sequence[WorkerId], layout: Layout) -> bool:
+    """Returns whether every member's device has room for whole weights to compute with: they are gathered once a step then, not for each
+    microbatch.
+    """
+    return layout.dp_shard > 1 and all(0 < members.workers[worker].least_whole <= layout.dp_shard for worker in seated)
+
+
 def _least_copied(members: Members, workers: Sequence[WorkerId], nodes: Mapping[NodeId, int]) -> int:
     """Returns the smallest shard degree at which every node has room for the copies of its workers."""
     room = {members.workers[worker].node: members.workers[worker].states for worker in workers}
@@ -158,6 +165,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         buddy_every=rules.buddy_every if paired else 0,
         protected=newest_covered(kept, run.members.classes) or copied,
         buddied=buddied,
+        zero=2 if _may_gather_once(run.members, members, layout) else None,
         lineage=copy_inventory.line_of(run, source.version),
     )
 

@@ -23,7 +23,8 @@ class Joined:
     for each class of tensors that all axes cut alike; coverage depends on nothing else.  ``build`` must be the same everywhere.
     ``class_bytes`` has the bytes of all tensors of each class; it is empty in journals of older releases.  ``least_shard`` is the smallest
     shard degree at which a member fits the worker's device.  ``states`` is the number of states of which the node has room for all
-    copies, 0 if that is not known.
+    copies, 0 if that is not known.  ``least_whole`` is the smallest shard degree at which the device also has room for the whole weights
+    with which the model computes; 0 if there is none, if that is not known, or if the job has chosen its stage of ZeRO.
     """
 
     worker: WorkerId
@@ -34,6 +35,7 @@ class Joined:
     class_bytes: tuple[int, ...] = ()
     least_shard: int = 1
     states: float = 0.0
+    least_whole: int = 0
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class Plan:
     """The newest version that is known to be complete in keepers' copies alone; it must not be overwritten before a newer one is."""
     buddied: Version | None = None
     """The newest version that was complete at all buddies; it must not be overwritten before a newer one is either."""
+    zero: int | None = None
+    """The stage of ZeRO if devices have room for another one than the job says; None: that of the job."""
     lineage: tuple[tuple[int, int], ...] = ()
     """The generations that committed the steps up to ``version``.  The plan carries it because every other process that knew may be gone.
     """

@@ -14,7 +14,7 @@ from elastic.engine.optim.base import rule_of
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
 from elastic.plan.memory import first_roomy, least_shard
-from elastic.train.machine.device import memory_of, most_shards, need_of, policies_of
+from elastic.train.machine.device import least_whole, memory_of, most_shards, need_of, policies_of
 from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import loss_of, opened
 from storage.slices import Tensor
@@ -87,7 +87,11 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
         yield f"recompute = {policy!r}: {least} or more workers with {gigabytes(memory)} each can train"
     layouts = job.layouts(least)
     shards = layouts[-1].dp_shard
-    found = classes(job, tensors, shards)
+    transient = next((each.transient for each in tried if memory and each.policy == policy), 0)
+    whole = shards > 1 and 0 < least_whole(job, tensors, memory, transient) <= shards
+    if whole:
+        yield "zero = 2: there is room for all weights to compute with, so they are gathered once a step"
+    found = classes(job, tensors, shards, 2 if whole else None)
     held = ", ".join(f"{gigabytes(size)} of {name}" for name, size in found.items() if size)
     yield f"if {shards} of {layouts[-1].world} workers share the state, each holds {held}; {gigabytes(_on_device(found))} on its device"
     rule = job.rules()

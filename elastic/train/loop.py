@@ -164,7 +164,7 @@ class Trainer(Controlled):
         with self.apply_fence as member:
             held = list(member.held.values())
         home = home_of(session, plan, self.worker, held)
-        state = State(session.job, session.builder, session.rule, world, plan.version, home)
+        state = State(session.job.in_stage(plan.zero), session.builder, session.rule, world, plan.version, home)
         built = time.monotonic()
         if (abort := self._abort) is not None:
             abort.join(ABORT_S)

@@ -23,7 +23,7 @@ from elastic.plan.memory import first_roomy
 from elastic.plan.placement import cell_of
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.staging import STREAMS, StagingStream
-from elastic.train.machine.device import fitting_shard, memory_of, most_shards, policies_of
+from elastic.train.machine.device import fitting_shard, fitting_whole, memory_of, most_shards, policies_of
 from elastic.train.model import State, build_model, tensors_of
 from elastic.train.step import Session
 from storage.slices import Tensor
@@ -40,10 +40,10 @@ def warm_up(session: Session, device: torch.device) -> int:
         world.abort()
         world.close()
         took = _computed_in(Layout(1, session.job.workers.max), session, device)
-        if _may_be_whole(session, device, took):
+        for layout, zero in _with_whole_weights(session, device, took):
             gc.collect()  # the state of the first world would take memory beside that of the second
-            with suppress(torch.OutOfMemoryError):  # a world without shards compiles then, if there ever is one
-                _computed_in(Layout(1, 1), session, device)
+            with suppress(torch.OutOfMemoryError):  # such a world compiles then, if there ever is one
+                _computed_in(layout, session, device, zero)
         if session.snapshots is not None:
             # torch keeps their pinned memory for the staging streams of a recovery
             for staging_stream in [StagingStream(device, number) for number in range(STREAMS)]:
@@ -86,29 +86,32 @@ def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.
     return took[chosen]
 
 
-def _computed_in(layout: Layout, session: Session, device: torch.device) -> int:
-    """Computes one microbatch as a member of an imagined world.  Returns as :func:`warm_up`."""
+def _computed_in(layout: Layout, session: Session, device: torch.device, zero: int | None = None) -> int:
+    """Computes one microbatch as a member of an imagined world, in that stage of ZeRO.  Returns as :func:`warm_up`."""
     world = World.imagined(layout, device)
     try:
-        return _compute(session, world)
+        return _compute(session, world, zero)
     finally:
         world.close()
 
 
-def _may_be_whole(session: Session, device: torch.device, took: int) -> bool:
-    """Returns whether compiled blocks must be warmed without shards, too, because a member of another world may hold the whole state.
+def _with_whole_weights(session: Session, device: torch.device, took: int) -> list[tuple[Layout, int | None]]:
+    """Returns the layout, and the stage of ZeRO, in which compiled blocks must be warmed too, because a member may hold whole weights.
 
     Compiled code depends on nothing else of a layout: all degrees of shards, and of replicas, share it.  FSDP gives a block another class,
     so torch traces it anew where there is no FSDP.  State that lives on the host is left out: it would need all of the node's memory now.
     """
     job = session.job
     if not job.compile or job.workers.max == 1 or job.offloads or job.parallel.zero in (1, 2):
-        return False
+        return []
     try:
-        least = fitting_shard(job, tensors_of(build_model(job, session.builder), session.rule), device, took)
+        tensors = tensors_of(build_model(job, session.builder), session.rule)
+        least = fitting_shard(job, tensors, device, took)
     except JobError:  # whoever asked for the warm-up asks the same
-        return False
-    return least == 1 and any(layout.dp_shard == 1 for layout in job.layouts())
+        return []
+    if least == 1 and any(layout.dp_shard == 1 for layout in job.layouts()):
+        return [(Layout(1, 1), None)]
+    return [(Layout(1, job.workers.max), 2)] if fitting_whole(job, tensors, device, took) else []
 
 
 def _compiled() -> str:
@@ -117,7 +120,7 @@ def _compiled() -> str:
     return f"; {counts['fxgraph_cache_miss']} graphs were compiled, {counts['fxgraph_cache_hit']} were found compiled"
 
 
-def _compute(session: Session, world: World) -> int:
+def _compute(session: Session, world: World, zero: int | None) -> int:
     """Computes one microbatch, forward and backward, the norm of its gradients, and what the optimizer prepares.
 
     Returns as :func:`warm_up`.
@@ -129,7 +132,7 @@ def _compute(session: Session, world: World) -> int:
     home = None
     if session.snapshots is not None and session.job.offloads:
         home = session.snapshots.home(Copy(Version(0, 0), cell_of(world.layout, world.rank)), (), adopt=False)
-    state = State(session.job, session.builder, session.rule, world, Version(0, 0), home)
+    state = State(session.job.in_stage(zero), session.builder, session.rule, world, Version(0, 0), home)
     with torch.no_grad():
         for value in state.shard.values.values():
             value.zero_()

@@ -142,6 +142,27 @@ def test_the_state_is_cut_as_the_devices_need_it(tmp_path: Path, forty: Any) -> 
     assert_nothing_left(chaos)
 
 
+@pytest.mark.parametrize(("room", "zero"), [(15, ", zero = 2"), pytest.param(13, "", marks=pytest.mark.full)])
+def test_auto_gathers_once_a_step_where_devices_have_room(tmp_path: Path, room: float, zero: str) -> None:
+    """Half of the state fits these devices, and with 15 bytes a parameter also all weights in bf16.  A kill changes no bit.
+
+    The control has 13: there blocks are gathered one by one.
+    """
+    settings = {"steps": 14, "precision": "bf16"}
+    expected = alone(toy_job(tmp_path / "alone", name="local", **settings))
+    workers = {"min": 1, "max": 2, "device_gb": needing(room)}
+    job = toy_job(tmp_path, **settings, workers=workers, faults=[{"point": "backward", "step": 8, "world_rank": 1}])
+    chaos = trial(job)
+    assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
+    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "form generation" in line.text]
+    assert len(told) == 2 and all(f"(1×2{zero}) at step" in each for each in told), told
+    logs = [log.read_text().splitlines() for log in Path(job.bucket).glob(f"{job.name}/logs/*/*.log")]
+    held = [line for log in logs for line in log if "it holds" in line]
+    assert held and all(("of computing copies" in line) is bool(zero) for line in held), held
+    assert len(chaos.witness.killed()) == 1
+    assert_nothing_left(chaos)
+
+
 def test_a_state_that_fits_no_number_of_workers_is_refused(tmp_path: Path) -> None:
     result = launch(toy_job(tmp_path, name="large", workers={"min": 1, "max": 2, "device_gb": needing(11)}))
     assert result.state == "Failed" and "workers.max = 2: even if 2 of them share the state (" in result.reason, result

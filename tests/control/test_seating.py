@@ -158,6 +158,24 @@ def test_the_state_is_cut_as_the_devices_need_it(fixed: int | None, becomes: Lay
     assert play.plan.layout == becomes
 
 
+@pytest.mark.parametrize(("whole", "zero"), [((2, 2), 2), ((1, 2), 2), ((2, 3), None), ((2, 0), None), ((0, 0), None)])
+def test_whole_weights_are_for_worlds_whose_members_all_have_room(whole: tuple[int, int], zero: int | None) -> None:
+    """Two members share the state.  One that asks for more shards, or has no room at all, decides for both.
+
+    Alone, the worker that is left shares nothing, so there is nothing to gather.
+    """
+    play = Play(rules(min_workers=1))
+    play.tell(ev.Capacity(2))
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    for worker, least in zip(("w1", "w2"), whole, strict=True):
+        play.tell(ev.Joined(WorkerId(worker), NodeId("n1"), "cpu", CLASSES, least_shard=2, least_whole=least))
+    play.later(3.0)
+    assert (play.plan.layout, play.plan.zero) == (Layout(1, 2), zero)
+    roomy = {name: replace(each, least_shard=1, least_whole=1) for name, each in play.run.members.workers.items()}
+    alone = make_plan(but(play.run, "members", workers={WorkerId("w1"): roomy[WorkerId("w1")]}), rules(min_workers=1))
+    assert alone is not None and (alone.layout, alone.zero) == (Layout(1, 1), None)
+
+
 def test_a_world_that_does_not_fit_is_waited_for() -> None:
     """One worker is left of two, and its device is too small for the whole state.  The control: with room for it, it goes on alone."""
     for least, alone in ((2, False), (1, True)):

@@ -108,6 +108,10 @@ def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.Capt
     assert "8,030,261,248 parameters; the state takes 96.4 GB" in line and "--workers.device-gb 80" in line
     assert "if 1 of 8 workers share the state" in line and "what a microbatch takes is not known: data." in line
     assert "if 4 of 8 workers share the state" in said(capsys, file, "--workers.device-gb", "80")
+    for device_gb, whole in (("80", True), ("60", False)):  # beside 24.1 GB of an older world's state, and 24.1 of the new one's, 16.1
+        line = said(capsys, file, "--precision", "bf16", "--workers.device-gb", device_gb)
+        assert "if 4 of 8 workers share the state" in line
+        assert ("zero = 2: there is room" in line) is whole and ("16.1 GB of computing copies" in line) is whole
     line = said(capsys, file, "--workers.device-gb", "8")
     assert "it does not fit: 8 workers with 8.0 GB each are too few" in line and "zero = 3" in line
 

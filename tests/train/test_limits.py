@@ -28,7 +28,7 @@ from elastic.train import session
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.machine import device as machine_device
-from elastic.train.machine.device import fitting_shard, need_of, states_fitting
+from elastic.train.machine.device import fitting_shard, fitting_whole, need_of, states_fitting
 from elastic.train.machine.limits import (
     SEGMENT,
     SHARED,
@@ -219,6 +219,25 @@ def test_a_full_one_is_an_error_and_no_signal() -> None:
 def test_the_least_shard_degree_that_fits_a_device(changes: dict[str, Any], bytes_a_parameter: float, least: int) -> None:
     job, tensors, device = of_device(changes, bytes_a_parameter)
     assert fitting_shard(job, tensors, device) == least
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_a_parameter", "least"),
+    [
+        ({}, 18, 2),  # bytes a parameter in bf16, of two: 6 of state beside 6 of an older world's, and 2 of weights to compute with
+        ({}, 14.5, 3),
+        ({}, 8.8, 4),  # four take 8.0 bytes while a world forms, and 8.1 can be used
+        ({}, 8.5, 0),  # 7.8 can be used; the whole device would do, but this is no reason to be refused for
+        ({"workers": {"min": 1, "max": 4}}, 18, 0),  # memory that is not limited
+        ({"parallel": {"zero": 3}}, 18, 0),
+        ({"parallel": {"dp_shard": 2}}, 18, 0),
+    ],
+    ids=str,
+)
+def test_the_least_shard_degree_at_which_whole_weights_fit_too(changes: dict[str, Any], bytes_a_parameter: float, least: int) -> None:
+    job, tensors, device = of_device({"precision": "bf16"} | changes, bytes_a_parameter)
+    job = job.replace(**{name: changes[name] for name in changes.keys() & {"workers"}})
+    assert fitting_whole(job, tensors, device, took=0) == least
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,24 @@ def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
     return COPIED * room / (slots * bytes_of(tensors))
 
 
+def fitting_whole(job: Job, tensors: Sequence[Tensor], device: torch.device, took: int) -> int:
+    """Returns the smallest shard degree at which ``device`` also has room for the whole weights with which the model computes.
+
+    They are gathered once a step then (stage 2 of ZeRO), not block by block for each microbatch (stage 3).  It is 0 if there is no such
+    degree, if memory is not limited, and if the job chooses its stage or its degree.  ``took`` is as for :func:`fitting_shard`.
+    """
+    return least_whole(job, tensors, memory_of(job, device), transient_of(need_of(job, tensors), took, job.workers.max))
+
+
+def least_whole(job: Job, tensors: Sequence[Tensor], memory: int, transient: int) -> int:
+    """Returns what :func:`fitting_whole` does, for a device with so much memory and so many bytes that come and go in a step."""
+    if not memory or job.parallel.zero != "auto" or job.layout_rule().dp_shard is not None:
+        return 0
+    need = replace(need_of(job, tensors, zero=2), transient=transient)
+    least = least_shard(need, memory, most_shards(job))
+    return least if least and need.of_a_member(least) <= USABLE * memory else 0
+
+
 def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, took: int = 0) -> int:
     """Returns the smallest shard degree at which a member fits ``device``; ``took`` is what :func:`warm_up` has measured.
 

@@ -16,8 +16,10 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.plan.memory import USABLE
 from elastic.train import warmup
 from elastic.train.counters import Counters
+from elastic.train.model import build_model, builder_of
 from elastic.train.session import make_session
 from tests.support.ranks import Ranks
 from tests.support.segments import member
@@ -49,14 +51,14 @@ def warm(world: World, job: Job, folder: str, whole: bool) -> tuple[int, int]:
     torch._dynamo.utils.counters.clear()
     world.abort()
     world.close()
-    genuine = warmup._may_be_whole
+    genuine = warmup._with_whole_weights
     if not whole:
-        warmup._may_be_whole = lambda *_: False  # type: ignore[assignment]
+        warmup._with_whole_weights = lambda *_: []  # type: ignore[assignment]
     session = make_session(job, Counters(Path(folder) / f"counters{world.rank}-{whole}", create=True))
     try:
         warmup.warm_up(session, world.device)
     finally:
-        warmup._may_be_whole = genuine
+        warmup._with_whole_weights = genuine
         session.loader.close()
     return graphs()
 
@@ -81,3 +83,19 @@ def test_no_world_compiles_anything_after_the_warm_up(three: Ranks, tmp_path: Pa
             assert all(same.values()), (warmed, found)
         else:
             assert same[0, Layout(1, 2)] and not same[1, Layout(2, 1)], (warmed, found)
+
+
+@pytest.mark.full
+def test_worlds_that_gather_once_a_step_find_their_code_too(three: Ranks, tmp_path: Path) -> None:
+    """R4: the devices have room for half of the state beside whole weights to compute with, and not for the whole state.
+
+    The control warms up as if they had no room for whole weights.
+    """
+    job = toy_job(tmp_path, compile=True, precision="bf16", model_args=MODEL | {"dim": 48})
+    elements = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
+    job = job.replace(workers={"max": 4, "device_gb": 15 * elements / USABLE / 1e9})
+    for whole in (True, False):
+        warmed = three.run(Layout(1, 3), warm, job, str(tmp_path), whole)
+        found = {(layout, zero): three.run(layout, step, job.in_stage(zero)) for layout in LAYOUTS[3:4] for zero in (None, 2)}
+        same = {zero: counts == warmed[: layout.world] for (layout, zero), counts in found.items()}
+        assert same == {None: True, 2: whole}, (warmed, found)

@@ -32,6 +32,7 @@ from elastic.config.sections import (
     Part,
     Reduction,
     Schedule,
+    Validation,
     Workers,
 )
 from elastic.config.settings import Where, merge, read_toml, sentences
@@ -136,6 +137,7 @@ class Job(Part):
     """Steps that world rank 0 profiles, as ``7`` or ``5-7``.  A trace (for Perfetto), and on a GPU a snapshot of its memory (for
     pytorch.org/memory_viz), go to the folder ``profiles/`` of the run.  Empty: none."""
     data: Data = Data()
+    validation: Validation = Validation()
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
     batch_ramp: BatchRamp = BatchRamp()
@@ -236,12 +238,18 @@ class Job(Part):
     def code(self) -> tuple[str, ...]:
         """Returns the code that the job names, as ``pkg.module:name``."""
         optimizer = (self.optim.kind,) if ":" in self.optim.kind else ()
-        return (self.model, self.loss, self.data.dataset, *optimizer)
+        validated = (self.validation.dataset,) if self.validation.every and self.validation.dataset else ()
+        return (self.model, self.loss, self.data.dataset, *optimizer, *validated)
 
     @property
     def microbatches(self) -> int:
         """The number of microbatches of one step, once the batch has its final size."""
         return self._batch() // self.microbatch
+
+    def validates(self, step: int) -> bool:
+        """Returns whether the state after ``step`` is validated."""
+        every = self.validation.every
+        return every > 0 and step > 0 and (step % every == 0 or step == self.steps)
 
     @property
     def offloads(self) -> bool:

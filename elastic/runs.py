@@ -14,6 +14,7 @@ from typing import Any
 
 import elastic
 from elastic.control import codec
+from elastic.control.evolve import evolve
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
@@ -239,7 +240,10 @@ class Run:
             good = {each.version for each in (*known, *recent) if each.good}
             return RunState.begin(incarnation, now, tuple(good), manifest.lineage, max(generation, newest.generation), next_worker)
 
-        return state(self.checkpoints.recent(lambda found: bool(state(found).history.saved)))
+        found = state(self.checkpoints.recent(lambda found: bool(state(found).history.saved)))
+        scores = {"validated": last.history.validated, "best": last.history.best} if last is not None else {}
+        kept = {name: each for name, each in scores.items() if each is not None and found.history.contains(each.version)}
+        return evolve(found, history=evolve(found.history, **kept))
 
     def _last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""

@@ -24,6 +24,7 @@ from elastic.config.sections import (
     Parallel,
     Reduction,
     Schedule,
+    Validation,
     Workers,
 )
 from elastic.config.settings import leaves, nearest
@@ -422,6 +423,7 @@ CLUSTER = {
     "deadlines": Deadlines(form_s=1, fence_s=1, stall_s=1, lease_s=1, wait_s=1, stop_s=1),
     "faults": (Fault(point="save", step=1),),
     "data": Data(prefetch=7, args={"path": "/moved"}),
+    "validation": Validation(every=5),
 }
 TRAJECTORY = {
     "model": "a.b:c",

@@ -45,6 +45,19 @@ class Data(Part):
     """Number of microbatches that are read ahead of the one that is computed."""
 
 
+class Validation(Part):
+    """Samples that are held out: the loss on them is measured between steps, and no bit of the training depends on it."""
+
+    every: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of steps between validations, of which the last step has one, too.  0: none."""
+    samples: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of samples, the first ones of the dataset.  0: all."""
+    dataset: Free[Code | Literal[""]] = ""
+    """The class of the dataset, as ``pkg.module:Class``.  Empty: that of ``data.dataset``."""
+    args: Free[dict[str, JsonValue]] = {}
+    """Arguments of that class."""
+
+
 class Optim(Part):
     """The optimizer.  Weight decay leaves out biases, norms and every other tensor with fewer than two dimensions."""
 

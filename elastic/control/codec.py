@@ -297,7 +297,8 @@ def encode(value: object, told: Told | None = None) -> Json:
     if told and isinstance(value, Plan) and told.get((value.generation,)) == value:
         return {"$": PLAN, "generation": value.generation}
     if isinstance(value, Outcome):
-        rest = {name: encode(getattr(value, name), told) for name in _hints(Outcome) if name not in MICROBATCHES}
+        left_out = MICROBATCHES if value.validated is not None else (*MICROBATCHES, "validated")
+        rest = {name: encode(getattr(value, name), told) for name in _hints(Outcome) if name not in left_out}
         return {"$": "Outcome", **rest, PACKED: packed.pack(value.losses, value.counts, value.samples)}
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} has no form in the journal: {value!r}")

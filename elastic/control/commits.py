@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isnan
 
 from elastic.control import copy_inventory, saves
 from elastic.control.decision import Decision
@@ -22,7 +23,7 @@ from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.actions import Pause
-from elastic.protocol.commit_record import GO_ON, Outcome
+from elastic.protocol.commit_record import GO_ON, Outcome, Score, Validated, told_of
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import StepDone
 from elastic.protocol.plan import Plan
@@ -32,6 +33,8 @@ from elastic.protocol.plan import Plan
 
 def step_done(decision: Decision, event: StepDone) -> None:
     committed(decision, event.outcome)
+    if event.validated is not None and decision.run.history.contains(version := version_of(event.outcome)):
+        _validated(decision, version, event.validated)
     state = decision.run.state
     if isinstance(state, Stopping) and state.planned and event.outcome.boundary == GO_ON:
         decision.do(Pause(state.plan.generation, state.plan.members, state.save))  # the first request was too late for this commit, or lost
@@ -52,7 +55,10 @@ def committed(decision: Decision, outcome: Outcome) -> None:
         return decision.know("history", untold=tuple(step for step in history.untold if step != outcome.step))
     if not history.is_news(outcome):
         return
-    version = Version(outcome.step, outcome.generation)
+    version = version_of(outcome)
+    if outcome.validated is not None and history.version.step == outcome.step - 1:
+        _validated(decision, history.version, outcome.validated)
+    history = decision.run.history
     decision.know(
         "history",
         lineage=lineage.extended(history.lineage, version),
@@ -73,6 +79,20 @@ def committed(decision: Decision, outcome: Outcome) -> None:
             "training goes on, and the save follows as soon as there is room"
         )
         saves.tell(decision)  # in case a member waits for a save that nobody knows of any more
+
+
+def version_of(outcome: Outcome) -> Version:
+    return Version(outcome.step, outcome.generation)
+
+
+def _validated(decision: Decision, version: Version, found: Validated) -> None:
+    """Takes note of a validation, and says whether it is the best so far; a version that was abandoned is none."""
+    history, score = decision.run.history, Score(version, found)
+    best = history.best if history.best is not None and history.contains(history.best.version) else None
+    is_best = not isnan(found.mean) and (best is None or isnan(best.found.mean) or found.mean < best.found.mean)
+    decision.know("history", validated=score, best=score if is_best or best is None else best)
+    against = "" if is_best or best is None else f"; the best is {best.found.mean:.6g} after step {best.version.step}"
+    decision.say(f"{told_of(version.step, found)}{against}")
 
 
 # ---- the step in which a world broke: all members apply it, or none does

@@ -23,7 +23,7 @@ from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.actions import Save, Settle
 from elastic.protocol.builds import Build
-from elastic.protocol.commit_record import Outcome
+from elastic.protocol.commit_record import Outcome, Score
 from elastic.protocol.lineage import Lineage
 from elastic.protocol.plan import Plan
 from storage.slices import Tensor
@@ -254,6 +254,10 @@ class History:
     """The latest settlement; it is repeated to members that may not have heard it from a coordinator that died."""
     failures: tuple[JobFailure, ...] = ()
     """Errors of the user's code at steps that are not committed yet."""
+    validated: Score | None = None
+    """The newest validation."""
+    best: Score | None = None
+    """The validation with the smallest loss."""
 
     @property
     def version(self) -> Version:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -101,6 +101,20 @@ class Loader:
     def read(self, ids: Ids) -> Batch:
         """Reads the samples ``ids`` at once."""
         return self._await(self._reader.submit(self._read, ids) if self._reader else None, ids)
+
+    def each(self, blocks: Iterable[Ids]) -> Iterator[Batch]:
+        """Yields the samples of each of ``blocks``, and reads ahead meanwhile."""
+        under_way = deque[tuple[Ids, Future[Batch] | None]]()
+        for ids in blocks:
+            under_way.append((ids, self._reader.submit(self._read, ids) if self._reader else None))
+            if len(under_way) > self.prefetch:
+                yield self._next_of(under_way)
+        while under_way:
+            yield self._next_of(under_way)
+
+    def _next_of(self, under_way: deque[tuple[Ids, Future[Batch] | None]]) -> Batch:
+        ids, future = under_way.popleft()
+        return self._await(future, ids)
 
     def close(self) -> None:
         """Ends the thread after the read that it is busy with."""

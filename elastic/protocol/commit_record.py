@@ -23,6 +23,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
+from elastic.ids import Version
 from elastic.plan.batch import Deal, deal_of, resized
 from elastic.plan.layout import Layout
 from elastic.plan.placement import reporters
@@ -123,6 +124,31 @@ def head_of(shape: CommitShape, world_rank: int, step: int, boundary: int, copie
 
 
 @dataclass(frozen=True)
+class Validated:
+    """The loss on the samples that are held out: the sum over their terms, and the number of these."""
+
+    loss: float
+    count: int
+
+    @property
+    def mean(self) -> float:
+        return self.loss / max(self.count, 1)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A version, and the loss that was found."""
+
+    version: Version
+    found: Validated
+
+
+def told_of(step: int, found: Validated) -> str:
+    """Returns the sentence about the validation after ``step``."""
+    return f"validation after step {step}: loss {found.mean:.6g} over {found.count} terms"
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The commit of one step, the same on every member.
 
@@ -134,7 +160,7 @@ class Outcome:
     member copies the state after this step and that this copy is a save; it is None in the journals of older versions, whose members
     found that out for themselves.  ``usage`` has the largest value of any member for each field, and ``usage_ranks`` the world rank of
     that member; without ranks nothing was measured, as in the journals of older versions.  Outcomes are equal whatever
-    was measured.
+    was measured.  ``validated`` is what the state before this step has lost on held-out samples; None if it was not to be validated.
     """
 
     step: int
@@ -153,6 +179,7 @@ class Outcome:
     saves: bool | None = None
     usage: Usage = field(default=NO_USAGE, compare=False)
     usage_ranks: tuple[int, ...] = field(default=(), compare=False)
+    validated: Validated | None = None
 
     @property
     def tokens(self) -> int:
@@ -235,8 +262,10 @@ class BadRecord(ValueError):
     """A gathered record differs from the one that its member sent, because the collective was aborted."""
 
 
-def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
+def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validated | None = None) -> Outcome:
     """Returns the outcome of ``step`` from the records of all members in order of world rank (little-endian float64).
+
+    ``validated`` is what all members know of the state before it.
 
     Every member does this in every step for all members and microbatches, so it goes field by field, over all records at once.
 
@@ -285,6 +314,7 @@ def conclude(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
         saves=is_saved(boundary, int(max(heads["save"])), behind),
         usage=Usage(most["step_s"], most["data_s"], int(most["peak_bytes"]), int(most["reserved_bytes"])),
         usage_ranks=tuple(values.index(most[name]) for name, values in used.items()),
+        validated=validated,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.transfer import Holding
 from elastic.protocol.builds import Build
-from elastic.protocol.commit_record import Outcome
+from elastic.protocol.commit_record import Outcome, Validated
 from elastic.protocol.plan import Plan
 from storage.slices import Tensor
 
@@ -170,6 +170,8 @@ class StepDone:
     outcome: Outcome
     work: Work | None = None
     """None in older journals, and if the step is told again."""
+    validated: Validated | None = None
+    """The loss on held-out samples after the last step of the run; that of any other step is told by the next commit."""
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,12 @@ class Point(StrEnum):
     FORMING = "forming"
     """The plan has arrived, and the groups do not exist yet."""
     HEALING = "healing"
+    VALIDATION = "validation"
+    """A microbatch of held-out samples is about to be computed, before the step that the fault names."""
 
 
+SIMULATED_POINTS = tuple(point for point in Point if point is not Point.VALIDATION)
+"""The points that a simulated worker passes: nothing of the protocol depends on a validation."""
 DELICATE_POINTS = frozenset({Point.BEFORE_UPDATE, Point.IN_UPDATE})
 """Points at which members may differ in what they have applied."""
 

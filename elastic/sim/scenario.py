@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from elastic.control.rules import Rules
 from elastic.plan.layout import LayoutRule
-from elastic.sim.faults import STATES, Fault, Kind, Point, draw
+from elastic.sim.faults import SIMULATED_POINTS, STATES, Fault, Kind, draw
 from storage.slices import Tensor
 
 ROWS = ((8,), (7, 3), (12, 5, 1))
@@ -124,7 +124,7 @@ def weather(rng: random.Random, severity: float, span_s: float, since_s: float) 
     """Draws the usual number of faults for the time, times ``severity``: half of them at any moment, half at points of a worker's work."""
     number = round(0.25 * severity * span_s * (0.5 + rng.random()))
     anywhere = draw(rng, number - number // 2, span_s, COMMON, since_s=since_s)
-    at_points = draw(rng, number // 2, span_s, WORKERS_LOT, since_s=since_s, points=tuple(Point))
+    at_points = draw(rng, number // 2, span_s, WORKERS_LOT, since_s=since_s, points=SIMULATED_POINTS)
     return anywhere + at_points
 
 

@@ -37,7 +37,7 @@ members, keepers' copies and the bucket.  ``stepping_since_ns`` is the wall cloc
 began, 0 before.  ``copies`` is the descriptor of the worker's region of host copies, 0 for none.  ``started`` is when the process
 began, as the kernel counts it; a later process with the same ``pid`` began later."""
 BYTES = 8 * len(FIELDS)
-OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates", INITIALISES)
+OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates", INITIALISES, "validates")
 FOLDER = Path("/dev/shm")
 
 

@@ -25,7 +25,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import written_by
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
-from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
+from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validated, told_of
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Work
 from elastic.protocol.member import Member
@@ -42,6 +42,7 @@ from elastic.train.model import State, build_model, tensors_of
 from elastic.train.profiler import Profiler
 from elastic.train.session import make_session, make_snapshots, prepare_process
 from elastic.train.step import Session, run_step
+from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import Damaged, StorageError
 from storage.slices import Tensor
@@ -77,7 +78,7 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
             raise
         finally:
             world.close()
-            session.loader.close()
+            session.close()
 
 
 def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] | None = None) -> ShardReceipt:
@@ -115,8 +116,9 @@ class _Local:
         shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, self.plan.layout)
         try:
             while step < job.steps:
+                validated = self._validated(state, step)
                 with self.profiler.watch(step + 1, self.world):
-                    outcome = run_step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON)
+                    outcome = run_step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON, validated)
                 step = outcome.step
                 self._committed(outcome, state.arithmetic.of(outcome))
                 if due(step, job.checkpoint.save_every, job.steps):
@@ -132,7 +134,16 @@ class _Local:
         finally:
             self.profiler.finish()
             self.profiler.close()
+        self._validated(state, step)
         return "Finished", f"all {job.steps} steps are done", step
+
+    def _validated(self, state: State, step: int) -> Validated | None:
+        """Returns what the state after ``step`` loses on held-out samples, if it is due, and shows it."""
+        if not self.session.job.validates(step):
+            return None
+        found = validate(self.session, state, self.apply_fence, step)
+        self.show_sentence(told_of(step, found))
+        return found
 
     def _begin(self, shard: Shard) -> None:
         """Brings the member to the point to which a coordinator's orders would bring it."""

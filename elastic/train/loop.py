@@ -34,6 +34,7 @@ from elastic.train.model import State
 from elastic.train.orders import Controlled, Leave, Settled, Went
 from elastic.train.profiler import Profiler
 from elastic.train.step import Session, run_step, update
+from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints
 
 SLOW_S = 5.0
@@ -238,15 +239,17 @@ class Trainer(Controlled):
             snapshots.enter(plan, self.worker, state.shard)
         print(f"{self.worker}: {decay_line(state)}", flush=True)
         while step < job.steps:
+            validated = validate(self.session, state, self.apply_fence, step) if job.validates(step) else None
             step += 1
             with self.profiler.watch(step, world):
-                outcome = run_step(self.session, state, self.apply_fence, shape, step, self._asked)
+                outcome = run_step(self.session, state, self.apply_fence, shape, step, self._asked, validated)
             if self.session.meter.first:
                 print(f"{self.worker}: generation {plan.generation}: {memory_line(self.session.meter.held)}", flush=True)
-            if world.rank == 0:
-                self.report(StepDone(self.worker, plan.generation, outcome, state.arithmetic.of(outcome)))
             if snapshots is not None:
                 snapshots.committed(outcome, state.shard)
+            last = validate(self.session, state, self.apply_fence, step) if step == job.steps and job.validates(step) else None
+            if world.rank == 0:
+                self.report(StepDone(self.worker, plan.generation, outcome, state.arithmetic.of(outcome), last))
             if outcome.boundary != GO_ON:
                 self.fence(plan.generation)
                 break

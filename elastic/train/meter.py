@@ -35,6 +35,14 @@ class Meter:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
 
+    def now(self) -> float:
+        """Returns the time by this meter's clock."""
+        return self._clock()
+
+    def leave_out(self, seconds: float) -> None:
+        """Leaves out time that passed between two steps and is none of theirs."""
+        self._since += seconds
+
     def usage(self, waited_s: float, device: torch.device) -> Usage:
         """Returns what the step took until now, and begins the next one."""
         now, peak, reserved = self._clock(), 0, 0

@@ -74,7 +74,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
         build = build_of(session)
         unread = _check_readers(job, session)
-        session.loader.close()
+        session.close()
     _check_vocabulary(model, session.loader.dataset)
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, sharding_table(model)):
         raise ModelError(

@@ -168,7 +168,22 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     rule = rule_of(job)
     cursor = Cursor(len(dataset), job.batches(), job.seed, job.data.sampling)
     loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
-    return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, Faults(job.faults))
+    return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, Faults(job.faults), held_out=_held_out(job, loader))
+
+
+def _held_out(job: Job, loader: Loader) -> Loader | None:
+    """Opens the samples of the validation, if there is one.  Raises :class:`DataError`."""
+    validation = job.validation
+    if not validation.every:
+        return None
+    named = {"dataset": validation.dataset or job.data.dataset, "args": validation.args}
+    dataset = opened(job.replace(data=job.data.model_copy(update=named)), "validation")
+    if not len(dataset) or validation.samples > len(dataset):
+        raise DataError(
+            f"validation.samples = {validation.samples}: the dataset of validation.args = {validation.args} has {len(dataset)} samples; "
+            f"give it more samples, or leave validation.samples out to take all"
+        )
+    return Loader(dataset, loader.cursor, job.microbatch, loader.prefetch)
 
 
 def loss_of(job: Job) -> Loss:
@@ -222,17 +237,21 @@ def _shard_bytes(tensors: Sequence[Tensor], layout: Layout) -> int:
     return frame(tensors, cell_of(layout, 0)).bytes
 
 
-def opened(job: Job) -> Dataset:
-    """Opens the data.  Raises :class:`DataError`, or :class:`Unavailable` if a store does not answer."""
-    kind = load(job.data.dataset, "data.dataset")
+def opened(job: Job, section: str = "data") -> Dataset:
+    """Opens the data; ``section`` names the settings in errors.
+
+    Raises :class:`DataError`, or :class:`Unavailable` if a store does not answer.
+    """
+    named = f"{section}.dataset = {job.data.dataset!r}"
+    kind = load(job.data.dataset, f"{section}.dataset")
     try:
         dataset: Dataset = kind(**job.data.args)
     except (ElasticError, Unavailable):  # ``Unavailable`` passes: a store that does not answer is not the dataset's error
         raise
     except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
-        raise DataError(f"{_failed(job, error)}; mend it, or data.args = {job.data.args}") from error
+        raise DataError(f"{_failed(named, error)}; mend it, or {section}.args = {job.data.args}") from error
     if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(dataset, name, None))]:
-        raise DataError(f"data.dataset = {job.data.dataset!r} has no {missing[0]}(); see the class Dataset in elastic/data/loader.py")
+        raise DataError(f"{named} has no {missing[0]}(); see the class Dataset in elastic/data/loader.py")
     return dataset
 
 
@@ -240,12 +259,13 @@ def _fingerprint(job: Job, dataset: Dataset) -> str:
     try:
         return str(dataset.fingerprint())
     except Exception as error:  # the user's code, which may raise anything
-        raise DataError(f"{_failed(job, error)}; give it a fingerprint(): equal where the samples are, and only there") from error
+        named = f"data.dataset = {job.data.dataset!r}"
+        raise DataError(f"{_failed(named, error)}; give it a fingerprint(): equal where the samples are, and only there") from error
 
 
-def _failed(job: Job, error: Exception) -> str:
+def _failed(named: str, error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"data.dataset = {job.data.dataset!r} failed with {type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
+    return f"{named} failed with {type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
 
 
 def build_of(session: Session) -> Build:

@@ -36,6 +36,7 @@ from elastic.protocol.commit_record import (
     Copied,
     Outcome,
     Usage,
+    Validated,
     conclude,
     head_of,
 )
@@ -75,6 +76,14 @@ class Session:
     computing: str = ""
     """The microbatch whose forward or backward runs, in words, for the report of a failure in the user's code."""
     meter: Meter = field(default_factory=Meter)
+    held_out: Loader | None = None
+    """Reads the samples of the validation; None if there is none."""
+
+    def close(self) -> None:
+        """Ends the threads that read samples, after the reads that they are busy with."""
+        for loader in (self.loader, self.held_out):
+            if loader is not None:
+                loader.close()
 
 
 @dataclass
@@ -86,8 +95,18 @@ class Share:
     samples: list[tuple[int, ...]]
 
 
-def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, boundary: Callable[[], int]) -> Outcome:
+def run_step(
+    session: Session,
+    state: State,
+    fence: ApplyFence,
+    shape: CommitShape,
+    step: int,
+    boundary: Callable[[], int],
+    validated: Validated | None = None,
+) -> Outcome:
     """Runs step ``step`` from the first forward until it is applied.  ``boundary()`` returns what this member asks for after it.
+
+    ``validated`` is told of the state before it.
 
     Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
     """
@@ -104,7 +123,7 @@ def run_step(session: Session, state: State, fence: ApplyFence, shape: CommitSha
     usage = session.meter.usage(session.loader.waited_s, device)
     blank = blank_record(shape, state.world.rank, step, boundary(), share, copied, usage)
     record = fill_record(state.world.to_device("record", blank), share, norm)
-    outcome = commit(session, state, fence, shape, step, record)
+    outcome = commit(session, state, fence, shape, step, record, validated)
     session.faults.strike("before_update", step, state.world)
     with fence.applying(outcome):
         update(session, state, outcome)
@@ -137,7 +156,7 @@ def compute(session: Session, state: State, step: int) -> Share:
                     world.reserve(f"{name} {later}", value)
         session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
         session.faults.aim(step, state.model, world)
-        _seed(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
+        seed_all(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
         loss, count = loss_of(session, state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
         state.parameters.end_forward()
         state.statistics.add(index)
@@ -191,7 +210,7 @@ def _refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:
             )
 
 
-def _seed(seed: int, device: torch.device) -> None:
+def seed_all(seed: int, device: torch.device) -> None:
     """Seeds torch's generators, of the CPU and of ``device``.  ``torch.manual_seed`` formats a traceback each time if there is no GPU."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -251,13 +270,21 @@ def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch
     return record
 
 
-def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, record: torch.Tensor) -> Outcome:
+def commit(
+    session: Session,
+    state: State,
+    fence: ApplyFence,
+    shape: CommitShape,
+    step: int,
+    record: torch.Tensor,
+    validated: Validated | None = None,
+) -> Outcome:
     """Performs the one all-gather, and returns the outcome.
 
     Raises :class:`WorldBroken` or the collective's own error if it does not complete, and :class:`BadRecord` if a record is invalid.
     """
     raw = state.world.to_host(state.sync.gather(record), given_up=lambda: fence.member.barred)
-    outcome = conclude(shape, step, raw.numpy().astype("<f8", copy=False).tobytes())
+    outcome = conclude(shape, step, raw.numpy().astype("<f8", copy=False).tobytes(), validated)
     session.counters["collective"] = 2
     return outcome
 

@@ -148,5 +148,11 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
     if state.optimizer.rule.prepare is not None:
         state.optimizer.prepare(grads, norm, torch.ones_like(norm), world)
+    if session.held_out is not None:  # without gradients blocks compile to other code
+        state.model.eval()
+        state.parameters.begin_round(0, last=True)
+        with torch.no_grad():
+            session.loss(state.model, {name: value.to(world.device) for name, value in batch.items()})
+        state.parameters.end_forward()
     world.finish()
     return torch.cuda.max_memory_allocated(world.device) - before if world.device.type == "cuda" else 0

@@ -59,7 +59,7 @@ def warm(world: World, job: Job, folder: str, whole: bool) -> tuple[int, int]:
         warmup.warm_up(session, world.device)
     finally:
         warmup._with_whole_weights = genuine
-        session.loader.close()
+        session.close()
     return graphs()
 
 

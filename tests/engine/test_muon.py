@@ -351,7 +351,7 @@ def test_a_warm_up_computes_with_whole_matrices(tmp_path: Path, monkeypatch: pyt
     job = muon_job(tmp_path, workers={"max": 3})
     session = make_session(job, Counters(tmp_path / "counters", create=True))
     warm_up(session, torch.device("cpu"))
-    session.loader.close()
+    session.close()
     assert "not warmed up" not in capsys.readouterr().out
     assert 4 <= len(computed) <= 6 and set(computed) <= {(32, 32), (96, 32), (32, 96)}
 

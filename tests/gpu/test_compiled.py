@@ -40,7 +40,7 @@ def start(world: World, job: Job, root: str, peers: tuple[str, ...]) -> tuple[in
     with compiled.kept(peers, SECRET):
         before = kernels(compiled.folder)
         warm_up(session, world.device)
-    session.loader.close()
+    session.close()
     counts = torch._dynamo.utils.counters["inductor"]
     return counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"], before
 

@@ -56,7 +56,7 @@ def measured(world: World, job: Job, folder: str) -> tuple[Need, int]:
     world.close()
     session = make_session(job, Counters(Path(folder) / "counters", create=True))
     took = warm_up(session, world.device)
-    session.loader.close()
+    session.close()
     assert took
     tensors = tensors_of(build_model(job, session.builder), session.rule)
     need = need_of(job, tensors)
@@ -99,7 +99,7 @@ def chosen(world: World, job: Job, folder: str) -> tuple[str | float, int]:
     session = make_session(job, Counters(Path(folder) / f"counters{world.rank}", create=True))
     tensors = tensors_of(build_model(job, session.builder), session.rule)
     took = choose_recompute(session, tensors, world.device)
-    session.loader.close()
+    session.close()
     return session.job.recompute, fitting_shard(session.job, tensors, world.device, took)
 
 

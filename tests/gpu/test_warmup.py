@@ -39,7 +39,7 @@ def join(world: World, job: Job, folder: str, warm: bool) -> tuple[int, int]:
     if warm:
         session = make_session(job, Counters(Path(folder) / f"counters{world.rank}", create=True))
         warm_up(session, world.device)
-        session.loader.close()
+        session.close()
     before = graphs()
     joined = World.form(
         world.store, generation=world.generation + 1000, layout=world.layout, rank=world.rank, device=world.device, form_s=60

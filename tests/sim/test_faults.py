@@ -7,21 +7,21 @@ from hashlib import sha256
 import pytest
 
 from elastic.sim import faults
-from elastic.sim.faults import AMOUNTS, FATAL, LASTING, OWN_KINDS, VICTIM, Fault, Kind, Point, draw, from_json, to_json
+from elastic.sim.faults import AMOUNTS, FATAL, LASTING, OWN_KINDS, SIMULATED_POINTS, VICTIM, Fault, Kind, draw, from_json, to_json
 
 pytestmark = pytest.mark.fast
 
 
 def test_a_schedule_is_a_function_of_its_arguments_and_sorted() -> None:
-    drawn = draw(7, 200, 60.0, points=tuple(Point))
-    assert drawn == draw(7, 200, 60.0, points=tuple(Point)) != draw(8, 200, 60.0, points=tuple(Point))
+    drawn = draw(7, 200, 60.0, points=SIMULATED_POINTS)
+    assert drawn == draw(7, 200, 60.0, points=SIMULATED_POINTS) != draw(8, 200, 60.0, points=SIMULATED_POINTS)
     assert [each.at for each in drawn] == sorted(each.at for each in drawn)
-    assert {each.kind for each in drawn} == set(Kind) and {each.point for each in drawn} == {None, *Point}
+    assert {each.kind for each in drawn} == set(Kind) and {each.point for each in drawn} == {None, *SIMULATED_POINTS}
     assert {each.state for each in drawn} == {"", *faults.STATES}
 
 
 def test_it_comes_back_from_json_as_it_went_in() -> None:
-    drawn = draw(1, 100, 60.0, points=tuple(Point), since_s=5.0)
+    drawn = draw(1, 100, 60.0, points=SIMULATED_POINTS, since_s=5.0)
     assert from_json(to_json(drawn)) == drawn
     assert all(5.0 <= each.at <= 65.0 for each in drawn)
 
@@ -56,5 +56,5 @@ def test_every_kind_has_a_victim_and_what_lasts_ends() -> None:
 
 def test_a_seed_means_the_same_schedule_as_ever() -> None:
     """Recorded seeds stay what they were: the order of kinds, their spans and amounts are part of it."""
-    drawn = to_json(draw(7, 500, 60.0, points=tuple(Point)) + draw(8, 100, 60.0, OWN_KINDS, points=tuple(Point)))
+    drawn = to_json(draw(7, 500, 60.0, points=SIMULATED_POINTS) + draw(8, 100, 60.0, OWN_KINDS, points=SIMULATED_POINTS))
     assert sha256(drawn.encode()).hexdigest() == "588188b69febc2b55a4dbc75a009b7863d96d741ea3f6471dc9821db06cef3c0"

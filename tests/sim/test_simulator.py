@@ -23,8 +23,8 @@ from elastic.protocol.actions import Form
 from elastic.protocol.events import Attached, Beat, Event, Fenced, Joined, Lost
 from elastic.sim import Coverage, Violation, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
+from elastic.sim.faults import SIMULATED_POINTS, Fault, Kind, Point, draw
 from elastic.sim.faults import STATES as STATES_WITH_FAULTS
-from elastic.sim.faults import Fault, Kind, Point, draw
 from elastic.sim.scenario import ROWS, Scenario
 from elastic.sim.simulation import Simulation
 from elastic.sim.truth import covers
@@ -194,7 +194,7 @@ def test_a_worker_that_outlived_its_run_makes_room_for_the_next_one() -> None:
     assert "the run goes on without it" in report.story()
 
 
-@pytest.mark.parametrize("point", list(Point))
+@pytest.mark.parametrize("point", SIMULATED_POINTS)
 def test_a_fault_at_every_point_is_survived(point: Point) -> None:
     """R1: kills, stops and exceptions strike at one point only."""
     kinds = (Kind.SIGKILL, Kind.SIGSTOP, Kind.EXCEPTION)

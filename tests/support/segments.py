@@ -30,6 +30,7 @@ from elastic.train.local import save_here
 from elastic.train.model import State, build_model, tensors_of
 from elastic.train.session import make_session, make_snapshots
 from elastic.train.step import Session, run_step
+from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
 from tests.support.ranks import Ranks
@@ -73,7 +74,9 @@ class Member:
         """Runs the next step.  Before the first one the member is told to go, and drops what it holds in older layouts."""
         with self.fence as rules:
             rules.go(self.shape.generation)
-        return run_step(self.session, self.state, self.fence, self.shape, self.state.shard.version.step + 1, boundary)
+        step = self.state.shard.version.step
+        validated = validate(self.session, self.state, self.fence, step) if self.session.job.validates(step) else None
+        return run_step(self.session, self.state, self.fence, self.shape, step + 1, boundary, validated)
 
     def save(self) -> ShardReceipt:
         return save_here(self.checkpoints, self.state)
@@ -130,7 +133,7 @@ def member(
             shape = CommitShape(1, world.generation, job.microbatches, job.microbatch, world.layout, job.reduction.block, world.nodes)
             yield Member(session, state, fence, shape, checkpoints)
         finally:
-            session.loader.close()
+            session.close()
 
 
 def segment(world: World, job: Job, version: Version, last: int) -> Part:

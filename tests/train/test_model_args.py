@@ -104,7 +104,7 @@ def test_a_new_world_loads_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         state = State(job, session.builder, session.rule, world, Version(0, 0))
     finally:
         world.close()
-        session.loader.close()
+        session.close()
     assert type(state.model.get_submodule("")).__name__.endswith("Own") and state.optimizer.rule is session.rule is not ADAMW
     with pytest.raises(CodeError, match="vanishing"):  # the control: whoever loads it now fails
         builder_of(job)

@@ -65,7 +65,7 @@ def trainer_of(job: Job, report: Callable[[Any], None]) -> Iterator[Trainer]:
             yield trainer
         finally:
             TRAINERS.remove(trainer)
-            session.loader.close()
+            session.close()
 
 
 def run_to_its_end(trainer: Trainer, events: list[Any]) -> None:

@@ -1,0 +1,101 @@
+"""Measures the loss on samples that are held out, between two steps, and changes no bit of the training.
+
+The members share the samples, in microbatches of the size that they train with, so that compiled code fits.  The result is added in the
+order of the microbatches, so it has the same bits in every layout; the *best* checkpoint depends on it.  The last microbatch is filled with
+one sample, whose share is known from a microbatch of that sample alone, and is taken off again.
+
+What the state after step s has lost is part of the commit of step s + 1.  So it is told exactly once, by whoever tells of that commit: if
+the world breaks before, the next one stands at s again, and validates it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from elastic.data.loader import Ids
+from elastic.engine.world import all_gather
+from elastic.plan.placement import reporters
+from elastic.protocol.commit_record import Validated
+from elastic.train.apply_fence import ApplyFence
+from elastic.train.model import State
+from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The microbatches of a validation: those of all samples, and perhaps one of ``filling`` alone."""
+
+    samples: int
+    microbatch: int
+
+    @property
+    def filled(self) -> int:
+        """The number of samples that the last microbatch lacks."""
+        return -self.samples % self.microbatch
+
+    @property
+    def whole(self) -> int:
+        """The number of microbatches that hold all samples."""
+        return -(-self.samples // self.microbatch)
+
+    def __len__(self) -> int:
+        return self.whole + bool(self.filled)
+
+    def ids(self, number: int) -> Ids:
+        """Returns the samples of a microbatch."""
+        last = self.samples - 1
+        return tuple(min(number * self.microbatch + each, last) for each in range(self.microbatch))
+
+    def total(self, losses: list[float], counts: list[int]) -> Validated:
+        """Returns the sums over all samples, each counted once."""
+        loss, count = 0.0, 0
+        for part, terms in zip(losses[: self.whole], counts[: self.whole], strict=True):
+            loss, count = loss + part, count + terms
+        if self.filled:
+            loss -= losses[-1] * self.filled / self.microbatch
+            count -= counts[-1] * self.filled // self.microbatch
+        return Validated(loss, count)
+
+
+def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Validated:
+    """Returns what the state after ``step`` loses on the held-out samples.  Every member of the world must call it.
+
+    Raises :class:`FencedOff` if the generation is fenced, and as a step does.
+    """
+    assert session.held_out is not None
+    loader, world, began = session.held_out, state.world, session.meter.now()
+    blocks = Blocks(session.job.validation.samples or len(loader.dataset), session.job.microbatch)
+    ranks, rank = len(reporters(world.layout)), world.data_rank
+    rounds = -(-len(blocks) // ranks)
+    sums = list[torch.Tensor]()
+    state.model.eval()
+    session.counters["collective"] = 0
+    session.counters.at("validates")
+    state.parameters.begin_round(0, last=True)
+    mine = [blocks.ids(min(number * ranks + rank, len(blocks) - 1)) for number in range(rounds)]
+    with torch.no_grad():
+        for number, batch in enumerate(loader.each(mine)):
+            with fence as member:
+                member.go_on("validated")
+            session.computing = f"the validation after step {step}, samples {list(mine[number])}"
+            session.faults.strike("validation", step + 1, world)
+            seed_all(microbatch_seed(session.job.seed, 0, number * ranks + rank), world.device)
+            there = {name: world.to_device(f"{name} held out {number % 2}", value) for name, value in batch.items()}
+            loss, count = loss_of(session, state.model, there)
+            state.parameters.end_forward()
+            sums.append(torch.stack([torch.as_tensor(each, device=world.device).double() for each in (loss.detach(), count)]))
+            world.keep_up()
+            session.counters["collective"] += 1
+        session.computing = ""
+        told = torch.cat(sums)
+        gathered = told.new_empty(world.size * told.numel())
+        all_gather(gathered, told)
+    rows = world.to_host(gathered, given_up=lambda: fence.member.barred).view(world.size, rounds, 2)
+    with fence as member:
+        member.go_on("validated")
+    found = rows[list(reporters(world.layout))].transpose(0, 1).reshape(-1, 2)[: len(blocks)]
+    session.counters["collective"] = 0
+    session.meter.leave_out(session.meter.now() - began)
+    return blocks.total(found[:, 0].tolist(), [int(each) for each in found[:, 1].tolist()])

@@ -1,0 +1,44 @@
+"""L1: a validation survives a kill in its middle, on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.job import Job
+from elastic.report.ledger import ledger
+from elastic.report.story import Sentence
+from elastic.runs import Run
+from tests.support.chaos import alone, assert_nothing_left, trial
+from tests.support.toys import toy_job
+
+HELD_OUT = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
+
+
+def told(job: Job) -> dict[int, Any]:
+    return {step - 1: each.validated for step, each in ledger(Run.open(job).segments()).items() if each.validated is not None}
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_l1_a_kill_in_a_validation(tmp_path: Path, rank: int) -> None:
+    """L1: the next world stands at the same step and validates it again; each is told once, with the bits of one process without Ray.
+
+    The bits of the training are those of a run without validations.
+    """
+    settings = {"steps": 14, "parallel": {"dp_replicate": 1}}
+    expected = alone(toy_job(tmp_path / "alone", name="local", **settings))
+    there = toy_job(tmp_path / "validated", name="local", validation=HELD_OUT, **settings)
+    alone(there)
+    job = toy_job(tmp_path, validation=HELD_OUT, **settings, faults=[{"point": "validation", "step": 9, "world_rank": rank}])
+    chaos = trial(job)
+    assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
+    (killed,) = chaos.witness.killed()
+    assert killed.final["step"] == 8
+    said = [line.text for line in chaos.lines if isinstance(line, Sentence)]
+    (first, *_) = [text for text in said if text.startswith("validation after step 4: loss ")]
+    assert sum("validation after step 8: loss " in text for text in said) == 1
+    assert sum("validation after step 14: loss " in text for text in said) == 1
+    assert [*told(job)] == [4, 8, 12] and first.startswith(f"validation after step 4: loss {told(job)[4].mean:.6g}")
+    assert_nothing_left(chaos)

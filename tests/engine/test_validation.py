@@ -1,0 +1,139 @@
+"""L1: the loss on held-out samples is measured between steps, with the same bits in every layout, and changes no bit of the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from elastic.engine.loss import next_token
+from elastic.engine.world import World
+from elastic.errors import ElasticError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.models.llama import build
+from elastic.plan.layout import Layout
+from elastic.protocol.commit_record import Validated
+from elastic.train.counters import Counters
+from elastic.train.session import make_session
+from elastic.train.validation import Blocks, validate
+from tests.support.ranks import Ranks
+from tests.support.segments import Trained, member, train
+from tests.support.toys import Sums, toy_job
+from tests.support.worlds import STEPS
+
+HELD_OUT = {"every": 2, "samples": 7, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
+
+
+def validating(folder: Path, **changes: Any) -> Job:
+    return toy_job(folder, **{"validation": HELD_OUT} | changes)
+
+
+def found(trained: Trained) -> dict[int, Validated]:
+    """Returns the validations that commits told of, by the step whose state they are of."""
+    return {each.step - 1: each.validated for each in trained.outcomes if each.validated is not None}
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1), Layout(1, 3), Layout(2, 2)], ids=str)
+def test_l1_the_bits_are_those_of_one_worker_and_of_a_run_without(ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout) -> None:
+    """L1: seven samples in microbatches of two, over members that share the weights, or do not.
+
+    The control: eight samples lose something else.
+    """
+    alone = train(ranks, validating(tmp_path / "alone"), Layout(1, 1), STEPS)
+    there = train(ranks, validating(tmp_path / "there"), layout, STEPS)
+    assert alone.hash == there.hash == reference.hash
+    assert list(found(alone)) == [*range(2, STEPS, 2)] and found(there) == found(alone)
+    assert [each.losses for each in there.outcomes] == [each.losses for each in reference.outcomes]
+    other = train(ranks, validating(tmp_path / "other", validation=HELD_OUT | {"samples": 8}), layout, 3)
+    assert found(other)[2] != found(alone)[2]
+
+
+@pytest.mark.parametrize("samples", [1, 4, 7])
+def test_l1_each_sample_counts_once(ranks: Ranks, tmp_path: Path, samples: int) -> None:
+    """L1: the judge computes them one by one from the exported state, without the engine."""
+    job = validating(tmp_path, validation=HELD_OUT | {"samples": samples})
+    trained = train(ranks, job, Layout(1, 2), 3)
+    before = train(ranks, validating(tmp_path / "before", steps=job.steps), Layout(1, 1), 2)
+    assert before.version.step == 2
+    model = build(**job.model_args)
+    model.init_weights()
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted((tmp_path / "before" / "export-2").glob("*.safetensors")):
+        state |= load_file(file)
+    known = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in known.items():
+            value.copy_(next(each for key, each in state.items() if key.removeprefix("model.") == name or key == name))
+        model.eval()
+        dataset = Sums(**HELD_OUT["args"])
+        pairs = [next_token(model, dataset.read((sample,))) for sample in range(samples)]
+    expected, terms = sum(float(loss) for loss, _ in pairs), sum(int(count) for _, count in pairs)
+    told = found(trained)[2]
+    assert told.count == terms and told.loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bf16", "parallel": {"zero": 2}},
+        {"model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.3}},
+        {"recompute": "block", "activations": "offload"},
+        {"reproducible": False, "parallel": {"zero": 1}, "precision": "bf16"},
+        {"model": "tests.support.toys:batch_normed", "model_args": {}},
+        {"offload": "optimizer", "parallel": {"zero": 2}},
+        pytest.param({"compile": True, "precision": "bf16"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_l1_whatever_the_engine_does(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """L1: with and without, a world of two ends with the same bits; nothing is random, so twice is the same."""
+    without = train(ranks, toy_job(tmp_path / "without", **changes), Layout(1, 2), 5)
+    both = [train(ranks, validating(tmp_path / name, **changes), Layout(1, 2), 5) for name in ("once", "twice")]
+    if changes.get("reproducible", True):
+        assert {each.hash for each in both} == {without.hash}
+    assert [*found(both[0])] == [2, 4] and (found(both[0]) == found(both[1]) or not changes.get("reproducible", True))
+
+
+def twice(world: World, job: Job) -> tuple[Validated, Validated, int]:
+    """Validates two times without a step between; returns how often, the graph of training being compiled, anything was traced later."""
+    with member(world, job, Version(0, 0)) as me:
+        me.step()
+        both = [validate(me.session, me.state, me.fence, 1) for _ in range(2)]
+        before = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        me.step()
+        return both[0], both[1], int(torch._dynamo.utils.counters["stats"]["unique_graphs"]) - before
+
+
+@pytest.mark.full
+def test_l1_training_is_not_compiled_again(ranks: Ranks, tmp_path: Path) -> None:
+    job = validating(tmp_path, compile=True)
+    for first, second, traced in ranks.run(Layout(1, 2), twice, job):
+        assert first == second and traced == 0
+
+
+def test_the_last_microbatch_is_filled_and_taken_off_again() -> None:
+    blocks = Blocks(samples=7, microbatch=4)
+    assert [blocks.ids(each) for each in range(len(blocks))] == [(0, 1, 2, 3), (4, 5, 6, 6), (6, 6, 6, 6)]
+    each = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 5: 6.0, 6: 7.0}
+    losses = [sum(each[sample] for sample in blocks.ids(number)) for number in range(len(blocks))]
+    assert blocks.total(losses, [8, 8, 8]) == Validated(28.0, 14)
+    assert len(Blocks(8, 4)) == 2 and Blocks(8, 4).total([10.0, 18.0], [8, 8]) == Validated(28.0, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"samples": 51}, "validation.samples = 51: the dataset of validation.args = {'samples': 50, 'seq_len': 16} has 50 samples"),
+        ({"args": {"path": "x"}}, "validation.dataset = 'tests.support.toys:Sums' failed with TypeError"),
+        ({"dataset": "tests.support.toys:Nobody"}, "validation.dataset"),
+    ],
+)
+def test_a_validation_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    job = validating(tmp_path, validation=HELD_OUT | changes)
+    with pytest.raises(ElasticError) as refused:
+        make_session(job, Counters(tmp_path / "counters", create=True), prefetch=0)
+    assert says in str(refused.value)

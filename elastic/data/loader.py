@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -56,10 +56,14 @@ class Loader:
     """Yields the microbatches of one data rank.
 
     ``prefetch`` is the number of microbatches that are read ahead, across steps.  With 0 the loader has no thread and reads when asked.
+    ``clock`` returns seconds, by which waiting is measured.
     """
 
-    def __init__(self, dataset: Dataset, cursor: Cursor, microbatch: int, prefetch: int = 2) -> None:
+    def __init__(
+        self, dataset: Dataset, cursor: Cursor, microbatch: int, prefetch: int = 2, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.dataset, self.cursor, self.microbatch, self.prefetch = dataset, cursor, microbatch, prefetch
+        self._clock = clock
         self._final = cursor.batches.final // microbatch
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") if prefetch else None
         self._next: Reading | None = None
@@ -128,11 +132,11 @@ class Loader:
 
     def _await(self, future: Future[Batch] | None, ids: Ids) -> Batch:
         """Returns the batch of ``future``, or reads ``ids`` here, and adds the time to ``waited_s``."""
-        began = time.monotonic()
+        began = self._clock()
         try:
             return future.result() if future is not None else self._read(ids)
         finally:
-            self.waited_s += time.monotonic() - began
+            self.waited_s += self._clock() - began
 
     def _top_up(self) -> None:
         while self._reader is not None and len(self._ahead) < self.prefetch and (ids := next(self._unread, None)) is not None:

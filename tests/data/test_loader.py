@@ -6,7 +6,7 @@ import itertools
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,10 +83,12 @@ def cursor(samples: int = 1000, global_batch: int = 12) -> Cursor:
 
 
 @contextmanager
-def loading(dataset: Numbers, where: Cursor, microbatch: int = 2, prefetch: int = 2) -> Iterator[Loader]:
+def loading(
+    dataset: Numbers, where: Cursor, microbatch: int = 2, prefetch: int = 2, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Loader]:
     """Yields a loader, and checks that it leaves no thread behind."""
     before = set(threading.enumerate())
-    loader = Loader(dataset, where, microbatch, prefetch)
+    loader = Loader(dataset, where, microbatch, prefetch, clock)
     try:
         yield loader
     finally:
@@ -274,21 +276,38 @@ def test_what_the_dataset_returns_has_a_row_for_each_sample(prefetch: int, retur
     )
 
 
+class Clock:
+    """A clock that stands still unless somebody moves it on, so no time depends on how threads are scheduled."""
+
+    def __init__(self) -> None:
+        self.now, self.asked = 100.0, threading.Semaphore(0)
+
+    def __call__(self) -> float:
+        self.asked.release()
+        return self.now
+
+
+class Timed(Numbers):
+    """Each read takes 3 seconds of ``clock``.  They begin once the clock was asked, which is when somebody waits."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def read(self, ids: Ids) -> Batch:
+        assert self.clock.asked.acquire(timeout=DEADLINE_S)
+        self.clock.now += 3
+        return super().read(ids)
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_the_time_that_callers_wait_is_counted(prefetch: int) -> None:
-    """It lies between the time that the dataset itself took and the time that passed here."""
-
-    class Timed(Numbers):
-        took_s = 0.0
-
-        def read(self, ids: Ids) -> Batch:
-            began = time.monotonic()
-            time.sleep(0.02)
-            self.took_s += time.monotonic() - began
-            return super().read(ids)
-
-    dataset, began = Timed(), time.monotonic()
-    with loading(dataset, cursor(), prefetch=prefetch) as loader:
+@pytest.mark.parametrize("pause_s", [0, 5])
+def test_the_time_that_callers_wait_is_counted(prefetch: int, pause_s: int) -> None:
+    """It is what the reads took while the caller waited.  The control: time between two calls is none of it."""
+    clock = Clock()
+    with loading(Timed(clock), cursor(), prefetch=prefetch, clock=clock) as loader:
         loader.read((1, 2))
+        assert loader.waited_s == 3 and clock.asked.acquire(timeout=DEADLINE_S), "the clock was asked once more, when the wait was over"
+        clock.now += pause_s
         loader.read((3, 4))
-        assert dataset.took_s <= loader.waited_s <= time.monotonic() - began
+        assert loader.waited_s == 6 and clock.now == 106 + pause_s

@@ -216,7 +216,8 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "",
             ["--parallel.tensor", "2"],
-            "command line: unknown setting '--parallel.tensor'; [parallel] has dp_replicate, dp_shard, min_shard, zero, use",
+            "command line: unknown setting '--parallel.tensor'; [parallel] has dp_replicate, dp_shard, min_shard, zero, "
+            "bucket_elements, use",
         ),
         (
             '[[faults]]\npoint = "save"\nstep = 1\nstp = 2',
@@ -416,7 +417,7 @@ CLUSTER = {
     "offload_folder": "/other/disk",
     "offload_buffer_gb": 2,
     "workers": Workers(min=2, max=3, cpus=2, gpus=1, threads=4),
-    "parallel": Parallel(dp_shard=2, min_shard=2, use="fit", zero=2),
+    "parallel": Parallel(dp_shard=2, min_shard=2, use="fit", zero=2, bucket_elements=5),
     "checkpoint": Checkpoint(save_every=1),
     "copies": Copies(copy_every=1, buddy_every=9),
     "network": Network(interface="eth1"),

@@ -34,6 +34,11 @@ def disagreements(job: Job) -> Iterator[str]:
     if job.parallel.zero == 0 and (job.parallel.dp_shard not in (1, "auto") or job.parallel.min_shard > 1):
         cut = "dp_shard" if job.parallel.dp_shard != "auto" else "min_shard"
         yield f"parallel.zero = 0 shares nothing, and parallel.{cut} = {getattr(job.parallel, cut)}; leave one of them out"
+    if job.parallel.bucket_elements != "block" and _gathers_blocks(job):
+        yield (
+            f"parallel.bucket_elements = {job.parallel.bucket_elements} with parallel.zero = {job.parallel.zero!r}: stage 3 gathers and "
+            f"frees each block by itself, so that no more is in memory; set parallel.zero to 0, 1 or 2, or leave bucket_elements out"
+        )
     if job.profiled() and job.profiled()[0] > job.steps:
         yield f"profile = {job.profile!r} begins after the last step, steps = {job.steps}; name earlier steps"
     yield from _offload(job)
@@ -54,6 +59,11 @@ def disagreements(job: Job) -> Iterator[str]:
         yield str(error)
 
 
+def _gathers_blocks(job: Job) -> bool:
+    """Returns whether there may be worlds in which weights are gathered block by block (stage 3 of ZeRO)."""
+    return job.parallel.zero == 3 or (job.parallel.zero == "auto" and job.parallel.dp_shard != 1)
+
+
 def _offload(job: Job) -> Iterator[str]:
     """Yields a sentence for each setting with which the state cannot live in the memory of the node."""
     if job.offload_folder and not job.offloads:
@@ -69,7 +79,7 @@ def _offload(job: Job) -> Iterator[str]:
     if not job.offloads:
         return
     named, zero = f"offload = {job.offload!r}", job.parallel.zero
-    if zero == 3 or (zero == "auto" and job.parallel.dp_shard != 1):
+    if _gathers_blocks(job):
         yield (
             f"parallel.zero = {zero!r} with {named}: weights that are gathered block by block cannot live in the memory of the node; "
             f"set parallel.zero to 2, or to 0 where nothing is shared"

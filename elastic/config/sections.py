@@ -131,9 +131,18 @@ class Parallel(Part):
     ``3``: all weights, too; those of a block are gathered when it runs.  ``auto``, where ``dp_shard`` is more than 1: 2 if that degree is
     ``auto``, too, and all devices have room for it, else 3.  A number from 1 on makes all workers one replica, unless a degree is set.
     """
+    bucket_elements: Free[Positive | Literal["block"]] = "block"
+    """Largest number of elements of a bucket, with ``zero`` 0, 1 or 2: consecutive blocks are joined up to it, and gathered and summed by
+    one collective.  ``block``: each block by itself.  With small blocks, 5e8 saves collectives and takes memory for a bucket.
+    """
     use: Free[Literal["all", "fit"]] = "all"
     """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer than one in eight and
     replicas then fit into nodes.  ``fit`` keeps such workers as spares."""
+
+    @property
+    def elements(self) -> int:
+        """The largest number of elements of joined blocks: 0 if none are joined."""
+        return 0 if self.bucket_elements == "block" else self.bucket_elements
 
 
 class Reduction(Part):

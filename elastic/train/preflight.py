@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from elastic.data.loader import Dataset
+from elastic.engine.axes.buckets import buckets_of, described
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.kept import reader_of_fp8
 from elastic.engine.paged import RESIDENT
@@ -86,6 +87,9 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
     run.check_data(build.data)
     job = run.job
     notes = [*unread, *([] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])]
+    if job.parallel.bucket_elements != "block":
+        found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
+        notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")
     tensors = tensors_of(model, session.rule)
     state_bytes = bytes_of(tensors)
     _check_buffer(job, tensors)
@@ -163,7 +167,7 @@ def _unused(job: Job) -> list[str]:
     asked = {"workers.min": job.workers.min} | {f"parallel.{name}": value for name, value in job.parallel.model_dump().items()}
     if job.offloads:
         del asked["parallel.zero"]  # offloading asks for it
-    unused = [f"{name} = {value!r}" for name, value in asked.items() if value not in (1, "auto", "all")]
+    unused = [f"{name} = {value!r}" for name, value in asked.items() if value not in (1, "auto", "all", "block")]
     return [f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect"] if unused else []
 
 

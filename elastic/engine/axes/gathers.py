@@ -1,8 +1,8 @@
 """Gathers whole weights from the parts of all shards once a step: a group of them comes while the groups before it are used.
 
-A group is the weights of one block; the first group is those of the rest of the model.  Groups are gathered one after the other in the
-order of the blocks, so all members call their collectives in the same order, whatever their models use.  gloo sends in threads of its own,
-and NCCL on a stream of its own.  At most ``AHEAD`` groups are under way, which bounds the memory.
+A group is the weights of one bucket of blocks; the first group is those of the rest of the model.  Groups are gathered one after the other
+in the order of the blocks, so all members call their collectives in the same order, whatever their models use.  gloo sends in threads of
+its own, and NCCL on a stream of its own.  At most ``AHEAD`` groups are under way, which bounds the memory.
 
 Nothing is asked of the model.  While the weights of a module are old, its dictionary of parameters is one that waits for the new ones when
 somebody reads it, as in DeepSpeed's ZeRO-3.  So a weight may be used anywhere, also outside of its block, and is never that of an older

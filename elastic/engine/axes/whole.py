@@ -5,9 +5,9 @@ copied and gathered in fp8, unless the state is offloaded.  What a member holds 
 ``dp_shard`` cuts the state, some of its rows.  Then the copies are gathered from the parts, those of a block while the blocks before it run
 (``gathers.py``).  That is stage 2 of ZeRO, and with ``late`` sums stage 1 (Rajbhandari and others 2020, section 5).
 
-When the gradients of a unit (a block, or the rest of the model) are complete in a backward pass, they are put together and summed, while
-the backward pass goes on.  Units are summed in a fixed order, so that all members call their collectives in the same one even if some do
-not use some parameters.
+When the gradients of a unit (a bucket of blocks, or the rest of the model) are complete in a backward pass, they are put together and
+summed, while the backward pass goes on.  Units are summed in a fixed order, so that all members call their collectives in the same one even
+if some do not use some parameters.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from elastic.engine.axes.base import Parameters
+from elastic.engine.axes.buckets import buckets_of
 from elastic.engine.axes.gathers import COLLECTIVES, Gathers, Weight, ends_of
 from elastic.engine.fp8 import hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of
@@ -52,19 +53,27 @@ class Whole(Parameters):
     """The parameters of a model that computes with whole ones."""
 
     def __init__(
-        self, model: nn.Module, world: World, table: ShardingTable, precision: Precision, scheme: Scheme, *, offloads: bool = False
+        self,
+        model: nn.Module,
+        world: World,
+        table: ShardingTable,
+        precision: Precision,
+        scheme: Scheme,
+        *,
+        offloads: bool = False,
+        bucket: int = 0,
     ) -> None:
         """Gives the parameters of ``model``, which may be on the meta device, memory on the device of ``world``.
 
         A parameter that has memory there already keeps it, unless it is cut.  With ``offloads`` the parts are on the meta device until the
-        owner of their memory, which is the host's, sets them.
+        owner of their memory, which is the host's, sets them.  A bucket of joined blocks has at most ``bucket`` elements.
         """
         self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.dp_shard, offloads
         self.let_go: Callable[[str], None] = lambda name: None
         """It is called with a parameter's name once its part, which may be in a file, was read."""
         self._fresh = False
         """True if the model's weights are those of the parts; it matters only where the parts are in host memory."""
-        known = dict(model.named_parameters())
+        known, buckets = dict(model.named_parameters()), buckets_of(model, table, bucket)
         self.parts = {name: self._part(parameter) for name, parameter in known.items()}
         self.trained = frozenset(name for name, parameter in known.items() if parameter.requires_grad)
         layers = weights_of(model, table) if precision.fp8 is not None and not offloads else {}
@@ -79,14 +88,9 @@ class Whole(Parameters):
         """The units in the order in which a backward pass completes them."""
         self._next = 0
         """The number of units that are summed in the present round."""
-        groups, rest = list[list[str]](), dict.fromkeys(known)
-        for block in reversed(table.blocks):
-            groups.append([name for name in rest if name.startswith(f"{block}.")])
-            rest = dict.fromkeys(name for name in rest if name not in groups[-1])
-        groups.append([*rest])
-        for names in groups:
-            self._add_unit(names)
-        gathered = [[self._weight(name) for name in names] for names in reversed(groups) if names]
+        for each in buckets:
+            self._add_unit([*each.parameters])
+        gathered = [[self._weight(name) for name in each.parameters] for each in reversed(buckets)]
         blocks = [model.get_submodule(block) for block in table.blocks]
         self._gathers = Gathers(model, world, gathered if self.shards > 1 else (), blocks)
         if precision.compute is not None:

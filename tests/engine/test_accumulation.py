@@ -1,0 +1,106 @@
+"""Gradients of several rounds are added up before they are exchanged, and come out as those of one large round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.train.step import compute
+from tests.engine.test_bits import plain_training
+from tests.support.collectives import Calls, counting
+from tests.support.ranks import Ranks
+from tests.support.segments import member
+from tests.support.toys import toy_job
+
+STEPS, UNITS = 2, 5
+"""Steps of a run; units of the model, which are its four blocks and the rest."""
+
+
+def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss of the toy model in float64, without masked targets."""
+    tokens = batch["tokens"]
+    targets = tokens[:, 1:].flatten()
+    logits = model(tokens[:, :-1].clamp(min=0)).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum"), (targets >= 0).sum()
+
+
+def mean_of_means(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The usual mistake: each microbatch counts as much as any other, however few tokens it has."""
+    loss, count = next_token(model, batch)
+    return loss / count, torch.ones(())
+
+
+def accumulating(folder: Path, microbatch: int, **changes: Any) -> Job:
+    return toy_job(
+        folder,
+        **{
+            "model": "tests.engine.test_bits:double",
+            "model_args": {"vocab": 29, "dim": 32, "layers": 4, "heads": 2},
+            "loss": f"{__name__}:next_token",
+            "microbatch": microbatch,
+            "optim": {"lr": 1e-2, "clip_norm": 1e9},
+            **changes,
+        },
+    )
+
+
+def trained(world: World, job: Job) -> tuple[list[float], list[tuple[int, ...]], dict[str, Tensor], Calls]:
+    """Returns the losses, the token counts of the microbatches by step, this member's parameters, and the collectives of one more step."""
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        outcomes = [me.step() for _ in range(STEPS)]
+        parts = {name: part.clone() for name, part in me.state.parameters.parts.items()}
+        with counting() as calls:
+            compute(me.session, me.state, STEPS + 1)
+        return [outcome.loss for outcome in outcomes], [outcome.counts for outcome in outcomes], parts, calls
+
+
+def furthest(one: Any, other: Any) -> float:
+    (losses, _, parts, _), (others, _, theirs, _) = one, other
+    apart = max(abs(a - b) for a, b in zip(losses, others, strict=True))
+    return max(apart, *(float((parts[name] - theirs[name]).abs().max()) for name in parts))
+
+
+MODES = {
+    "replicas": (Layout(2, 1), {"reproducible": False}, "allreduce", 1),
+    "stage 1": (Layout(1, 2), {"reproducible": False, "parallel": {"zero": 1}}, "reduce_scatter", 1),
+    "stage 2": (Layout(1, 2), {"reproducible": False, "parallel": {"zero": 2}}, "reduce_scatter", 4),
+    "stage 3": (Layout(1, 2), {"reproducible": False, "parallel": {"zero": 3}}, "reduce_scatter", 4),
+    "reproducible": (Layout(1, 2), {"parallel": {"zero": 2}}, "alltoall", 4),
+}
+"""Layout, settings, kind of collective, and how often in a step of four rounds the gradients of a unit are exchanged.
+
+Stages 2 and 3 keep only a part of the sums, and the ordered reduction adds each microbatch in its turn: they exchange every round.
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_b14_four_rounds_of_two_are_one_round_of_eight(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    """B14: in float64 to 1e-10, losses and parameters, with microbatches of unequal numbers of tokens; plain torch is the judge.
+
+    The gradients of each unit are exchanged once in four rounds with replicas and in stage 1.  The other modes are the control of the
+    count.
+    """
+    layout, settings, kind, exchanges = MODES[mode]
+    many, few = (accumulating(tmp_path / str(size), size, **settings) for size in (2, 8))
+    (four, _), (one, _) = ranks.run(layout, trained, many), ranks.run(layout, trained, few)
+    assert [len(counts) for counts in four[1]] == [8] * STEPS and [len(counts) for counts in one[1]] == [2] * STEPS
+    assert all(len(set(counts)) > 2 for counts in four[1]), "numbers of tokens differ"
+    assert furthest(four, one) <= 1e-10
+    _, expected = plain_training(few, STEPS)
+    assert max(abs(a - b) for a, b in zip(four[0], expected, strict=True)) <= 1e-10
+    sums = [[call for call in calls if kind in call.name] for calls in (four[3], one[3])]
+    assert [len(each) for each in sums] == [UNITS * exchanges, UNITS]
+
+
+def test_equal_weights_for_microbatches_give_something_else(ranks: Ranks, tmp_path: Path) -> None:
+    """The control of the values above."""
+    wrong = (accumulating(tmp_path / str(size), size, loss=f"{__name__}:mean_of_means", reproducible=False) for size in (2, 8))
+    assert furthest(*(ranks.run(Layout(2, 1), trained, job)[0] for job in wrong)) > 1e-5

@@ -1,0 +1,134 @@
+"""Blocks that are joined into buckets: fewer collectives, the same bits, and gradients that lie in one memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from elastic.engine.axes.buckets import Bucket, buckets_of, described
+from elastic.engine.world import World
+from elastic.errors import JobError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.models.spec import ShardingTable
+from elastic.plan.layout import Layout
+from elastic.train.preflight import preflight
+from elastic.train.step import compute
+from tests.support.collectives import Calls, counting
+from tests.support.ranks import Ranks
+from tests.support.segments import Trained, member, train
+from tests.support.toys import toy_job
+from tests.support.worlds import STEPS
+
+BLOCK, REST = 4 * 32 * 32 + 3 * 32 * 96 + 2 * 32, 30 * 32 + 32
+"""Elements of a block of the toy model, of which there are four, and of the rest; counted by hand."""
+EVEN = {"vocab": 30, "dim": 32, "layers": 4, "heads": 2}
+FREE = {"reproducible": False, "copies": {"copy_every": 0}, "model_args": EVEN}
+
+
+def bucketed(folder: Path, elements: int | str, zero: int = 2, **changes: Any) -> Job:
+    return toy_job(folder, parallel={"zero": zero, "bucket_elements": elements}, **changes)
+
+
+def stepping(world: World, job: Job) -> tuple[Calls, list[list[int]], list[int]]:
+    """Returns the collectives of a step, and of its gradients by memory: their elements, and the elements of that memory."""
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        me.step()
+        with counting() as calls:
+            compute(me.session, me.state, 2)
+        found: dict[int, list[int]] = {}
+        sizes = dict[int, int]()
+        for grad in me.state.parameters.grads().values():
+            storage = grad.untyped_storage()
+            found.setdefault(storage._cdata, []).append(grad.numel())
+            sizes[storage._cdata] = storage.nbytes() // grad.itemsize
+        return calls, list(found.values()), list(sizes.values())
+
+
+@pytest.mark.parametrize(("elements", "buckets"), [("block", [BLOCK] * 4), (3 * BLOCK, [BLOCK, 3 * BLOCK])])
+@pytest.mark.parametrize(("layout", "kind"), [(Layout(2, 1), "allreduce"), (Layout(1, 2), "reduce_scatter")], ids=["2x1", "1x2"])
+def test_c7_a_bucket_is_one_collective_and_one_memory(
+    ranks: Ranks, tmp_path: Path, layout: Layout, kind: str, elements: int | str, buckets: list[int]
+) -> None:
+    """C7: the sizes that the log says are those that are summed; all gradients of a bucket are views of one memory, which has no more.
+
+    The control: with ``block`` each block is one by itself.
+    """
+    job = bucketed(tmp_path, elements, 1 if layout.dp_shard > 1 else 0, **FREE)
+    (calls, gradients, sizes), _ = ranks.run(layout, stepping, job)
+    wanted = sorted([*buckets, REST])
+    share = layout.dp_shard
+    assert sorted(sum(each) for each in gradients) == [each // share for each in wanted] == sorted(sizes)
+    counted = layout.dp_shard + 1 if layout.dp_shard > 1 else 1  # a reduce-scatter has its result beside what is given
+    found = [call.bytes // 4 for call in calls if kind in call.name]
+    assert sorted(found) == [each * counted // share for each in wanted]
+    if layout.dp_shard > 1:
+        assert len([call for call in calls if "gather" in call.name]) == len(wanted)
+    said = [note for note in preflight(job).notes if "bucket_elements" in note]
+    text = (
+        f"parallel.bucket_elements = {elements}: gradients are summed in {len(wanted)} buckets, of which the largest has {max(wanted):,} "
+    )
+    assert said == ([f"{text}elements"] if elements != "block" else [])
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 3), Layout(2, 2)], ids=str)
+def test_c7_buckets_change_no_bits(ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout) -> None:
+    """C7: with shards that are uneven, replicas beside shards, tied embeddings.  The control: another seed gives other bits."""
+    found = train(ranks, bucketed(tmp_path / "two", 2 * BLOCK), layout, STEPS)
+    assert found.hash == reference.hash
+    assert train(ranks, bucketed(tmp_path / "other", 2 * BLOCK, seed=1), layout, STEPS).hash != reference.hash
+
+
+def test_c7_a_run_goes_on_with_other_buckets(ranks: Ranks, tmp_path: Path) -> None:
+    """C7: also in bf16, through a checkpoint and another layout."""
+    whole = train(ranks, bucketed(tmp_path / "whole", "block", precision="bf16"), Layout(1, 1), 4)
+    version = Version(0, 0)
+    for last, (elements, layout) in enumerate([(10**9, Layout(1, 3)), ("block", Layout(1, 2)), (2 * BLOCK, Layout(2, 2))], 2):
+        found = train(ranks, bucketed(tmp_path / "moved", elements, precision="bf16"), layout, last, version)
+        version = found.version
+    assert found.hash == whole.hash
+
+
+class Mixed(nn.Module):
+    """Blocks of two dtypes, one without parameters, and a weight that two blocks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).double(), nn.Identity(), nn.Linear(2, 2)])
+        self.blocks[4].weight = self.blocks[0].weight
+        self.head = nn.Linear(2, 3)
+
+
+@pytest.mark.fast
+def test_blocks_of_other_dtypes_are_not_joined() -> None:
+    """A sum in a wider dtype has other bits.  The control joins blocks with one dtype."""
+    table, model = ShardingTable(tuple(f"blocks.{number}" for number in range(5))), Mixed()
+    found = buckets_of(model, table, 100)
+    assert [each.blocks for each in found] == [("blocks.4",), ("blocks.1", "blocks.2"), ("blocks.0",), ()]
+    assert [each.elements for each in found] == [2, 12, 6, 9]
+    assert sorted(name for each in found for name in each.parameters) == sorted(name for name, _ in model.named_parameters())
+    assert [each.blocks for each in buckets_of(model.double(), table, 100)] == [("blocks.0", "blocks.1", "blocks.2", "blocks.4"), ()]
+    sizes = {most: [each.elements for each in buckets_of(model, table, most)] for most in (0, 5, 13, 14, 20)}
+    assert sizes == {0: [2, 6, 6, 6, 9], 5: [2, 6, 6, 6, 9], 13: [8, 12, 9], 14: [14, 6, 9], 20: [20, 9]}
+
+
+@pytest.mark.fast
+def test_a_model_without_blocks_is_one_bucket() -> None:
+    found = buckets_of(nn.Linear(2, 3), ShardingTable(()), 5)
+    assert found == [Bucket((), ("weight", "bias"), 9)]
+    assert described(found) == "1 bucket, of which the largest has 9 elements"
+    assert buckets_of(nn.Identity(), ShardingTable(()), 5) == [] and described([]).startswith("0 buckets")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("parallel", [{"zero": 3}, {}, {"dp_shard": 2}])
+def test_stage_3_with_buckets_is_refused(parallel: dict[str, Any]) -> None:
+    """Controls: other stages, and replicas alone."""
+    said = r"parallel\.bucket_elements = 9 with parallel\.zero = .*: stage 3 gathers .* set parallel\.zero to 0, 1 or 2, or leave"
+    with pytest.raises(JobError, match=said):
+        toy_job("/nowhere", parallel={"bucket_elements": 9, **parallel}, workers={"max": 4})
+    for fine in ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"dp_shard": 1}):
+        assert toy_job("/nowhere", parallel={"bucket_elements": 9, **fine}, workers={"max": 4}).parallel.elements == 9

@@ -336,6 +336,7 @@ _NOT_THE_TRAJECTORY: Any = {"name": True, **free_settings(Job)}
 The name only says which run it is.  ``data.args`` are free, because the fingerprint of the samples is compared instead (``Run.trains_on``).
 """
 _LATER: dict[str, dict[str, Any]] = {
+    "data": {"group_by_length": False},
     "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled", "moments": "model"},
     "schedule": {"decay_steps": 0},
     "batch_ramp": {"start": 0, "increment": 0, "samples": 0},

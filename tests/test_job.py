@@ -440,7 +440,7 @@ TRAJECTORY = {
     "recompute": "block",
     "activations": "int8",
     "loss_scale": 2.0,
-    "data": Data(sampling="with_replacement"),
+    "data": Data(group_by_length=True),
     "optim": Optim(lr=1),
     "schedule": Schedule(warmup_steps=1),
     "batch_ramp": BatchRamp(start=4, increment=4, samples=100),

@@ -41,6 +41,10 @@ class Data(Part):
     """Arguments of that class.  Data may be moved: a run remembers only the fingerprint of its samples, and refuses other samples."""
     sampling: Branch[Literal["permutation", "with_replacement"]] = "permutation"
     """Order of the samples: ``permutation`` draws each once in an epoch, ``with_replacement`` draws each time from all."""
+    group_by_length: Branch[Flag] = False
+    """``true`` cuts a step into microbatches by the lengths of its samples, the longest first, so that there is less padding and workers
+    wait less for each other.  The dataset then also has ``lengths(ids)``.
+    """
     prefetch: Free[Positive] = 2
     """Number of microbatches that are read ahead of the one that is computed."""
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 import torch
 
 import elastic
-from elastic.data.cursor import Cursor
+from elastic.data.cursor import Cursor, Lengths
 from elastic.data.loader import Dataset, Loader
 from elastic.engine.optim.base import rule_of
 from elastic.engine.precision import PRECISIONS
@@ -166,7 +166,8 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
             f"give it more samples, or lower global_batch"
         )
     rule = rule_of(job)
-    cursor = Cursor(len(dataset), job.batches(), job.seed, job.data.sampling)
+    lengths = lengths_of(job, dataset) if job.data.group_by_length else None
+    cursor = Cursor(len(dataset), job.batches(), job.seed, job.data.sampling, lengths)
     loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
     return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, Faults(job.faults), held_out=_held_out(job, loader))
 
@@ -253,6 +254,30 @@ def opened(job: Job, section: str = "data") -> Dataset:
     if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(dataset, name, None))]:
         raise DataError(f"{named} has no {missing[0]}(); see the class Dataset in elastic/data/loader.py")
     return dataset
+
+
+def lengths_of(job: Job, dataset: Dataset) -> Lengths:
+    """Returns what tells the lengths of samples, which raises :class:`DataError` for any failure.  Raises it at once if there is none."""
+    told = getattr(dataset, "lengths", None)
+    if not callable(told):
+        raise DataError(
+            f"data.group_by_length = true, and data.dataset = {job.data.dataset!r} has no lengths(); give it lengths(ids), which returns a "
+            f"whole number for each id without reading the samples, or leave data.group_by_length out"
+        )
+
+    def lengths(ids: tuple[int, ...]) -> list[int]:
+        try:
+            found = [int(length) for length in told(ids)]
+        except Unavailable:
+            raise
+        except Exception as error:  # the user's code, which may raise anything
+            raise DataError(f"{_failed(job, error)}; mend its lengths(), or leave data.group_by_length out") from error
+        if len(found) != len(ids):
+            raise DataError(f"data.dataset: lengths() returned {len(found)} numbers for {len(ids)} ids; it must return one for each")
+        return found
+
+    lengths((0,))
+    return lengths
 
 
 def _fingerprint(job: Job, dataset: Dataset) -> str:

@@ -149,7 +149,7 @@ def compute(session: Session, state: State, step: int) -> Share:
         state.parameters.begin_round(round_, last=round_ + 1 == deal.rounds)
         state.statistics.begin_round(round_, deal)
         if batch is None:
-            batch = session.loader.read(session.cursor.microbatch_ids(step, 0, job.microbatch))
+            batch = session.loader.read(session.cursor.idle_ids(step, job.microbatch))
         if round_ == 0:
             for later in range(deal.rounds):
                 for name, value in batch.items():

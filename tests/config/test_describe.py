@@ -56,6 +56,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         schedule=schedule,
         batch_ramp={"start": 4, "increment": 4, "samples": 9},
         reduction={"block": 2},
+        data={"group_by_length": True},
     )
     fixed = {name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE}
     tables = {"model_args": "model_args.dim", "optim.args": "optim.args.x"}

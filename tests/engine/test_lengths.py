@@ -1,0 +1,181 @@
+"""Samples of skewed lengths: microbatches cut by length balance the workers, and keep the samples and the promise of bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic.data.cursor import Cursor
+from elastic.data.loader import Loader
+from elastic.errors import DataError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.batch import Deal
+from elastic.plan.layout import Layout
+from elastic.train.preflight import preflight
+from elastic.train.session import lengths_of
+from tests.support.ranks import Ranks
+from tests.support.segments import Trained, train
+from tests.support.toys import toy_job
+
+STEPS = 4
+
+
+class Skewed:
+    """Samples that are runs of numbers, of log-normal lengths, up to ``most`` tokens; padded with -1 to the longest of the call."""
+
+    def __init__(self, samples: int = 64, typical: float = 6.0, most: int = 48) -> None:
+        draw = random.Random(7)
+        self.sizes = [min(max(int(draw.lognormvariate(math.log(typical), 1.0)), 2), most) for _ in range(samples)]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def lengths(self, ids: tuple[int, ...]) -> list[int]:
+        return [self.sizes[sample] for sample in ids]
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        longest = max(self.sizes[sample] for sample in ids)
+        rows = [[(sample + 3 * place) % 29 if place < self.sizes[sample] else -1 for place in range(longest)] for sample in ids]
+        return {"tokens": torch.tensor(rows, dtype=torch.int64)}
+
+    def fingerprint(self) -> str:
+        return f"skewed-{self.sizes}"
+
+
+def padded(dataset: Skewed, cursor: Cursor, microbatch: int, ranks: int, step: int) -> list[list[int]]:
+    """Returns the tokens, with padding, that the loaders of all ranks read in ``step``, by round and rank."""
+    deal, found = Deal(cursor.global_batch // microbatch, 1, (None,) * ranks), list[list[int]]()
+    for rank in range(ranks):
+        loader = Loader(dataset, cursor, microbatch, prefetch=0)
+        found.append([batch["tokens"].numel() for *_, batch in loader.microbatches(step, rank, deal) if batch is not None])
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_b15_ranks_have_as_many_tokens_in_each_round(ranks: int) -> None:
+    """B15: tokens of the largest rank, over the mean, in rounds of a corpus with log-normal lengths up to 8 times the typical one.
+
+    Ranks wait for each other in each round, so the rounds' largest are added.  The same steps have half the padded tokens.  The control is
+    the same corpus dealt round-robin, as it is without the setting; it is worse with more ranks.
+    """
+    dataset, balance, tokens = Skewed(4096, 32.0, 256), dict[bool, float](), dict[bool, int]()
+    for grouped in (True, False):
+        cursor = Cursor(len(dataset), 512, 3, "permutation", dataset.lengths if grouped else None)
+        rounds = [each for step in (1, 2, 3) for each in padded(dataset, cursor, 4, ranks, step)]
+        tokens[grouped] = sum(map(sum, rounds))
+        balance[grouped] = sum(map(max, rounds)) / (tokens[grouped] / ranks)
+        by_rank = [sum(each) for each in zip(*rounds, strict=True)]
+        assert not grouped or max(by_rank) / (sum(by_rank) / ranks) <= 1.1, "whole steps, too"
+    assert balance[True] <= 1.1
+    assert balance[False] > (1.5 if ranks == 4 else 1.25)
+    assert tokens[True] < 0.6 * tokens[False]
+
+
+@pytest.mark.fast
+@given(st.lists(st.integers(1, 9), min_size=6, max_size=6), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3]))
+def test_no_other_order_has_less_padding_or_less_waiting(sizes: list[int], microbatch: int, ranks: int) -> None:
+    """Judged by all orders of six samples.  The control: of some lengths, the order as drawn is worse (below)."""
+
+    def cost(ids: tuple[int, ...]) -> tuple[int, int]:
+        each = [max(sizes[sample] for sample in ids[at : at + microbatch]) for at in range(0, 6, microbatch)]
+        return sum(each), sum(max(each[at : at + ranks]) for at in range(0, len(each), ranks))
+
+    cursor = Cursor(6, 6, 1, "permutation", lambda ids: [sizes[sample] for sample in ids])
+    padding, waiting = zip(*map(cost, itertools.permutations(range(6))), strict=True)
+    found = cost(cursor.ids(1))
+    assert found[0] == min(padding)
+    if 6 // microbatch % ranks == 0:
+        assert found[1] == min(waiting)
+
+
+@pytest.mark.fast
+def test_the_samples_of_a_step_stay_and_only_their_order_changes() -> None:
+    """B15: each once in an epoch, those of one length as they are drawn, in any order of asking."""
+    dataset = Skewed(60)
+    plain, grouped = Cursor(60, 12, 5), Cursor(60, 12, 5, "permutation", dataset.lengths)
+    assert Counter(sample for step in range(1, 11) for sample in grouped.ids(step)) == dict.fromkeys(range(60), 2)
+    for step in (7, 1, 2, 3, 9, 8, 7, 1):
+        drawn = plain.ids(step)
+        assert grouped.ids(step) == tuple(sorted(drawn, key=lambda sample: (-dataset.sizes[sample], drawn.index(sample)))) != drawn
+        parts = [grouped.microbatch_ids(step, index, 4) for index in range(3)]
+        assert tuple(itertools.chain(*parts)) == grouped.ids(step)
+        assert grouped.idle_ids(step, 4) == parts[-1] and plain.idle_ids(step, 4) == plain.microbatch_ids(step, 0, 4)
+
+
+def skewed_job(folder: Path, grouped: bool = True, **changes: Any) -> Job:
+    return toy_job(folder, data={"dataset": f"{__name__}:Skewed", "group_by_length": grouped}, **changes)
+
+
+@pytest.fixture(scope="module")
+def one(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(ranks, skewed_job(tmp_path_factory.mktemp("one")), Layout(1, 1), STEPS)
+
+
+@pytest.mark.parametrize("layout", [Layout(3, 1), Layout(2, 2), Layout(1, 2)], ids=str)
+def test_b15_every_layout_gives_the_bits_of_one_worker(ranks: Ranks, one: Trained, tmp_path: Path, layout: Layout) -> None:
+    """B15: with idle ranks, too; the ledger has the samples that were read.  The control: without the setting the bits are others."""
+    found = train(ranks, skewed_job(tmp_path), layout, STEPS)
+    assert found.hash == one.hash
+    cursor = Cursor(64, 16, 0, "permutation", Skewed().lengths)
+    for outcome in found.outcomes:
+        assert tuple(itertools.chain(*outcome.samples)) == cursor.ids(outcome.step)
+    if layout == Layout(1, 2):
+        other = train(ranks, skewed_job(tmp_path / "other", grouped=False), layout, STEPS)
+        assert other.hash != one.hash
+        assert [each.tokens for each in other.outcomes] == [each.tokens for each in one.outcomes], "the same samples"
+        assert [each.loss for each in other.outcomes[:1]] == pytest.approx([one.outcomes[0].loss], rel=0.05)
+
+
+def test_b15_a_reshape_keeps_the_bits(ranks: Ranks, one: Trained, tmp_path: Path) -> None:
+    version = Version(0, 0)
+    for last, layout in ((1, Layout(1, 3)), (3, Layout(2, 1)), (STEPS, Layout(1, 2))):
+        found = train(ranks, skewed_job(tmp_path), layout, last, version)
+        version = found.version
+    assert found.hash == one.hash
+
+
+class Wrong(Skewed):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def lengths(self, ids: tuple[int, ...]) -> list[int]:
+        return {"few": [], "none": [None], "raises": 1 / 0 if self.how == "raises" else []}[self.how]  # type: ignore[return-value]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"dataset": "tests.support.toys:Sums"}, r"data\.group_by_length = true, and data\.dataset = .*Sums' has no lengths\(\); give it"),
+        (
+            {"dataset": f"{__name__}:Wrong", "args": {"how": "few"}},
+            r"lengths\(\) returned 0 numbers for 1 ids; it must return one for each",
+        ),
+        ({"dataset": f"{__name__}:Wrong", "args": {"how": "none"}}, r"failed with TypeError: .*; mend its lengths\(\), or leave"),
+        ({"dataset": f"{__name__}:Wrong", "args": {"how": "raises"}}, r"failed with ZeroDivisionError: .*; mend its lengths\(\)"),
+    ],
+)
+def test_a_dataset_that_tells_no_lengths_is_refused_before_a_worker_starts(tmp_path: Path, data: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        preflight(toy_job(tmp_path, data={"group_by_length": True, **data}))
+
+
+@pytest.mark.fast
+def test_a_dataset_that_tells_lengths_passes(tmp_path: Path) -> None:
+    """The control of the refusals above."""
+    job = skewed_job(tmp_path)
+    preflight(job)
+    assert lengths_of(job, Skewed())((1, 0)) == Skewed().lengths((1, 0))

@@ -7,6 +7,7 @@ bucket does not hold up training, and a failure does not end it.  A profile ends
 from __future__ import annotations
 
 import contextlib
+import gzip
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from elastic.engine.world import World
 from elastic.job import Job
+from elastic.report.overlap import events_of, summary
 from storage.background import begin
 from storage.objects import ObjectStore
 
@@ -102,10 +104,12 @@ class Profiler:
     def _write(self, found: profile, folder: TemporaryDirectory[str], name: str) -> None:
         try:
             with folder:
-                found.export_chrome_trace(str(Path(folder.name, "trace.json.gz")))
+                trace = Path(folder.name, "trace.json.gz")
+                found.export_chrome_trace(str(trace))
+                hidden = summary(events_of(gzip.decompress(trace.read_bytes()).decode(errors="replace")))
                 for file in sorted(Path(folder.name).iterdir()):
                     self._store.put(f"{self._folder}/{name}.{file.name}", _pieces(file))
-            self._say(f"a profile is at {self._store.full_name(self._folder)}/{name}.*")
+            self._say(". ".join([f"a profile is at {self._store.full_name(self._folder)}/{name}.*", *hidden]))
         except Exception:  # a boundary: training goes on without the profile
             self._say(f"the profile {name} could not be written to {self._store.full_name(self._folder)}:\n{traceback.format_exc()}")
 

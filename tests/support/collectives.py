@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,12 +20,15 @@ from torch.utils._pytree import tree_leaves
 class Call:
     """One collective.  ``name`` is the operator without its underscore; ``bytes`` counts all tensors among the arguments.
 
-    ``sent`` has the bytes for each member if it is an all-to-all with sizes.
+    ``sent`` has the bytes for each member if it is an all-to-all with sizes.  ``dtypes`` are those of the tensors, and ``members`` the world
+    ranks of the group.
     """
 
     name: str
     bytes: int
     sent: tuple[int, ...] = ()
+    dtypes: frozenset[torch.dtype] = frozenset()
+    members: tuple[int, ...] = ()
 
 
 class Calls(list[Call]):
@@ -53,10 +57,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             leaves = tree_leaves((args, kwargs))
-            size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            size = sum(tensor.nbytes for tensor in tensors)
             name, sent = func._opname.strip("_"), ()
             if name == "alltoall_base":
                 _, mine, _, _, sizes, *_ = args  # output, input, group, sizes of the output, sizes of the input
                 sent = tuple(count * mine.itemsize for count in sizes)
-            self.calls.append(Call(name, size, sent))
+            groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in leaf._type().qualified_name()]
+            members = [tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))) for group in groups]
+            self.calls.append(Call(name, size, sent, frozenset(tensor.dtype for tensor in tensors), *members))
         return func(*args, **(kwargs or {}))

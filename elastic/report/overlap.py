@@ -1,0 +1,123 @@
+"""Tells from a trace of torch's profiler how much of a step's communication on a GPU was hidden under computing.
+
+Communication is the kernels of NCCL, or the copies between host and device; computing is all other kernels.  A kernel belongs to the step
+in whose span on the host it was launched.  NCCL's kernels also wait for the other members, so their time has that, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Event = Mapping[str, Any]
+Span = tuple[float, float]
+"""Beginning and end, in microseconds."""
+
+STEP = re.compile(r"step (\d+)")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+"""Categories of the events in which the host launches what runs on the device."""
+
+
+class Overlap(NamedTuple):
+    """The seconds of one step in which there was communication of a kind, and in how many of them there was computing, too."""
+
+    total_s: float
+    hidden_s: float
+
+    def __str__(self) -> str:
+        return f"{1e3 * self.total_s:.3g} ms, {self.hidden_s / self.total_s:.0%} of it hidden under computing"
+
+
+class Step(NamedTuple):
+    """What a step communicated."""
+
+    collectives: Overlap
+    copies: Overlap
+
+    def __str__(self) -> str:
+        """The sentence; "" if nothing was communicated on a device."""
+        named = (("collectives", self.collectives), ("copies to and from the host", self.copies))
+        return "; ".join(f"{name} took {each}" for name, each in named if each.total_s)
+
+
+def events_of(trace: str) -> Iterator[Event]:
+    """Yields the events of a trace, one by one: a trace may be large, and decoding it in one call would stop all threads."""
+    decoder, begin = json.JSONDecoder(), re.search(r'"traceEvents"\s*:\s*\[\s*', trace)
+    at = begin.end() if begin is not None else len(trace)
+    separator = re.compile(r"\s*,?\s*")
+    while at < len(trace) and trace[at] == "{":
+        event, at = decoder.raw_decode(trace, at)
+        yield event
+        following = separator.match(trace, at)
+        at = following.end() if following is not None else at
+
+
+def steps_of(events: Iterable[Event]) -> dict[int, Step]:
+    """Returns what each step in the trace communicated on the device."""
+    steps, launched, kernels = dict[int, Span](), dict[int, float](), list[Event]()
+    for event in events:
+        match event.get("cat"):
+            case "user_annotation" if (found := STEP.fullmatch(event["name"])) is not None:
+                steps[int(found[1])] = _span(event)
+            case category if category in LAUNCHES and "correlation" in event.get("args", {}):
+                launched[event["args"]["correlation"]] = event["ts"]
+            case "kernel" | "gpu_memcpy":
+                kernels.append(event)
+    kinds: dict[int, dict[str, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for event in kernels:
+        at = launched.get(event.get("args", {}).get("correlation", -1))
+        step = next((number for number, (begin, end) in steps.items() if at is not None and begin <= at <= end), None)
+        if step is not None:
+            kinds[step][_kind(event)].append(_span(event))
+    return {number: _step(kinds[number]) for number in sorted(steps)}
+
+
+def summary(events: Iterable[Event]) -> list[str]:
+    """Returns a sentence for each step that communicated on a device."""
+    return [f"step {number}: {step}" for number, step in steps_of(events).items() if str(step)]
+
+
+def _kind(event: Event) -> str:
+    if event["cat"] == "gpu_memcpy":
+        return "copies" if "DtoD" not in event["name"] else "other"
+    return "collectives" if event["name"].startswith("nccl") else "computing"
+
+
+def _span(event: Event) -> Span:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _step(kinds: Mapping[str, Sequence[Span]]) -> Step:
+    computing = _joined(kinds.get("computing", ()))
+    found = []
+    for kind in ("collectives", "copies"):
+        spans = _joined(kinds.get(kind, ()))
+        found.append(Overlap(1e-6 * sum(end - begin for begin, end in spans), 1e-6 * _common(spans, computing)))
+    return Step(*found)
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Returns the times that lie in any of the spans, in order and without overlap."""
+    found = list[Span]()
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _common(one: Sequence[Span], other: Sequence[Span]) -> float:
+    """Returns the length of the times that lie in both."""
+    total, at = 0.0, 0
+    for begin, end in one:
+        while at < len(other) and other[at][1] <= begin:
+            at += 1
+        for there in range(at, len(other)):
+            if other[there][0] >= end:
+                break
+            total += min(end, other[there][1]) - max(begin, other[there][0])
+    return total

@@ -1,0 +1,183 @@
+"""Weights that are gathered layer by layer, and replicas of shards: what is alive when, what each knob changes, what travels where."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.train.model import build_model, builder_of
+from elastic.train.step import compute
+from tests.engine.test_zero import FREE, LARGE, staged, stepping
+from tests.support.collectives import Calls, counting
+from tests.support.ranks import Ranks
+from tests.support.segments import member, shard_hash
+
+LAYERS, PAIR, PREFETCH = 4, Layout(1, 2), 1
+"""FSDP2 gathers one layer ahead in the backward pass."""
+
+
+class Samples:
+    """The layers whose whole parameters are in memory, at each place of a round where a layer begins or ends."""
+
+    def __init__(self) -> None:
+        self.memory: list[list[torch.UntypedStorage]] = [[] for _ in range(LAYERS)]
+        self.found: list[tuple[str, int, list[int]]] = []
+
+    def learn(self, number: int, layer: torch.nn.Module, *_: Any) -> None:
+        """Notes the memory of a layer's parameters while it runs; FSDP2 frees it by making it empty."""
+        self.memory[number] = [parameter.data.untyped_storage() for parameter in layer.parameters()]
+
+    def take(self, what: str, number: int) -> None:
+        alive = [n for n, storages in enumerate(self.memory) if any(storage.nbytes() for storage in storages)]
+        self.found.append((what, number, alive))
+
+
+def sampled(world: World, job: Job, kept: bool) -> tuple[list[tuple[str, int, list[int]]], list[int]]:
+    """Returns the samples of the last round of a step, and the bytes of each layer's parameters that were seen when it ran.
+
+    If ``kept``, nothing is freed after the forward pass.
+    """
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        model, samples = me.state.model, Samples()
+        if kept:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_reshard_after_forward(False)
+
+        def after(number: int, layer: torch.nn.Module, _args: Any, output: torch.Tensor) -> None:
+            samples.take("forward", number)
+            output.register_hook(lambda _: samples.take("backward", number))
+
+        seen = list[int]()
+        for number, layer in enumerate(model.layers):
+            layer.register_forward_pre_hook(partial(samples.learn, number))
+            layer.register_forward_hook(partial(after, number))
+        me.step()
+        end = me.state.parameters.end_forward
+        me.state.parameters.end_forward = lambda: (samples.take("after forward", LAYERS), end())[1]  # type: ignore[method-assign]
+        finish = me.state.parameters.end_round
+        me.state.parameters.end_round = lambda: (samples.take("after backward", 0), finish())[1]  # type: ignore[method-assign]
+        samples.found.clear()
+        sizes: list[list[int]] = []
+        for number, layer in enumerate(model.layers):
+            layer.register_forward_hook(lambda *_, number=number: sizes.append([each.nbytes() for each in samples.memory[number]]))
+        compute(me.session, me.state, 2)
+        seen = [sum(each) for each in sizes[:LAYERS]]
+    return samples.found[-2 * LAYERS - 2 :], seen
+
+
+def test_c5_at_most_one_layer_more_than_is_needed_is_whole(ranks: Ranks, tmp_path: Path) -> None:
+    """C5: sampled where each layer ends in forward, and begins in backward: it is whole itself, and at most ``PREFETCH`` others are.
+
+    After forward, and after backward, no layer is.  In the control, which frees nothing after forward, all are.
+    """
+    (found, sizes), other = ranks.run(PAIR, sampled, staged(tmp_path / "free", 3, **FREE), False)
+    width = LARGE["dim"]
+    assert min(sizes) >= 2 * 4 * width * width, "what is looked at is a layer's whole parameters, in bf16"
+    assert found == other[0]
+    order = [("forward", n) for n in range(LAYERS)] + [("after forward", LAYERS)]
+    order += [("backward", n) for n in reversed(range(LAYERS))] + [("after backward", 0)]
+    assert [(what, number) for what, number, _ in found] == order
+    for what, number, alive in found:
+        if what.startswith("after"):
+            assert alive == []
+        else:
+            assert number in alive and len(alive) <= PREFETCH + 1, (what, number, alive)
+    (kept, _), _ = ranks.run(PAIR, sampled, staged(tmp_path / "kept", 3, **FREE), True)
+    assert [alive for what, _, alive in kept if what == "after forward"] == [[*range(LAYERS)]]
+
+
+# ---- what each knob changes
+
+
+def calls_of(world: World, job: Job) -> Calls:
+    """Returns the collectives of a step's rounds."""
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        me.step()
+        with counting() as calls:
+            compute(me.session, me.state, 2)
+        return calls
+
+
+def gathers(calls: Calls) -> Calls:
+    return Calls(call for call in calls if "gather" in call.name)
+
+
+def sums(calls: Calls) -> Calls:
+    return Calls(call for call in calls if "reduce_scatter" in call.name)
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_c6_stage_and_layers_change_the_number_of_gathers(ranks: Ranks, tmp_path: Path, layers: int) -> None:
+    """C6: full sharding gathers each layer twice a round, and the rest once; stage 2 (SHARD_GRAD_OP) everything once a step.
+
+    Layers are wrapped one by one, so their number is in the number of collectives.  One stage is the control of the other.
+    """
+    rounds, model = 4, {"model_args": {**LARGE, "layers": layers}}
+    full, once = (ranks.run(PAIR, calls_of, staged(tmp_path / str(zero), zero, **{**FREE, **model}))[0] for zero in (3, 2))
+    assert len(gathers(full)) == rounds * (2 * layers + 1) and len(gathers(once)) == layers + 1
+    assert len(sums(full)) == len(sums(once)) == rounds * (layers + 1)
+    assert gathers(full).bytes(*{call.name for call in full}) > rounds * gathers(once).bytes(*{call.name for call in once})
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_c6_precision_changes_the_dtype_of_the_collectives(ranks: Ranks, tmp_path: Path, zero: int) -> None:
+    """C6: weights travel in the format of forward and backward, and take half the bytes in bf16; gradients are summed in float32."""
+    found = {}
+    for precision in ("fp32", "bf16"):
+        calls = ranks.run(PAIR, calls_of, staged(tmp_path / precision, zero, **{**FREE, "precision": precision}))[0]
+        found[precision] = gathers(calls)
+        assert {dtype for call in sums(calls) for dtype in call.dtypes} == {torch.float32}
+    total = {precision: sum(call.bytes for call in calls) for precision, calls in found.items()}
+    assert len(found["fp32"]) == len(found["bf16"]) and total["fp32"] == 2 * total["bf16"]
+    if zero == 2:
+        dtypes = {precision: {dtype for call in calls for dtype in call.dtypes} for precision, calls in found.items()}
+        assert dtypes == {"fp32": {torch.float32}, "bf16": {torch.bfloat16}}
+
+
+# ---- replicas of shards
+
+
+def hybrid(world: World, job: Job) -> tuple[Calls, int, float, str]:
+    """Returns what ``stepping`` does, and the hash of this member's shard after another three steps."""
+    calls, taken, loss = stepping(world, job)
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        for _ in range(3):
+            me.step()
+        return calls, taken, loss, shard_hash(me.state.shard)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_c8_replicas_of_shards(ranks: Ranks, tmp_path: Path, zero: int) -> None:
+    """C8: two replicas of two shards.  A member holds 16 bytes for each parameter of its shard (4 weights, 8 moments, 4 sums), and in stage
+    2 the 2 of all weights with which it computes; replicas are equal, and shards are not.
+
+    Between replicas only the shard of the gradient travels, in float32: once a step in stage 2, and in each round in stage 3.  Weights stay
+    within a replica.  The control: four shards of one replica take half the memory and send nothing of the kind.
+    """
+    job = staged(tmp_path / "hybrid", zero, **FREE)
+    parameters = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
+    members = ranks.run(Layout(2, 2), hybrid, job)
+    hashes = [each[3] for each in members]
+    assert hashes[0] == hashes[2] != hashes[1] == hashes[3]
+    rounds, whole = 8 // 4, 2 if zero == 2 else 0
+    for rank, (calls, taken, _, _) in enumerate(members):
+        assert taken / parameters == pytest.approx(16 / 2 + whole, rel=0.03)
+        own, alike = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
+        assert {call.members for call in calls} == {own, alike}
+        assert {call.name for call in calls if call.members == alike} == {"allreduce_"}
+        between = Calls(call for call in calls if call.members == alike)
+        assert {dtype for call in between for dtype in call.dtypes} == {torch.float32}
+        assert sum(call.bytes for call in between) / (4 * parameters) == pytest.approx((rounds if zero == 3 else 1) / 2, rel=0.03)
+    calls, taken, _, _ = ranks.run(Layout(1, 4), hybrid, staged(tmp_path / "flat", zero, **FREE))[0]
+    assert taken / parameters == pytest.approx(16 / 4 + whole, rel=0.03)
+    assert {call.members for call in calls} == {(0, 1, 2, 3)} and not calls.named("allreduce_")

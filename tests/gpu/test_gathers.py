@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,9 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.train.profiler import Profiler
 from elastic.train.step import compute
+from storage.objects import ObjectStore
 from tests.support.ranks import Ranks
 from tests.support.segments import member
 from tests.support.toys import toy_job
@@ -50,17 +54,23 @@ class Kernel(NamedTuple):
     end: float
 
 
-def traced(world: World, job: Job, apart: bool) -> tuple[list[Kernel], list[float]]:
-    """Returns the kernels of a step's rounds, and the losses of the steps before.  Unless ``apart``, all is on one stream."""
+@contextmanager
+def streams(apart: bool) -> Iterator[None]:
+    """Unless ``apart``, all is on one stream."""
     with pytest.MonkeyPatch.context() as patch:
         if not apart:
             for module in (gathers, whole):
                 patch.setattr(module, "stream", lambda _purpose, device: torch.cuda.current_stream(device))
-        with member(world, job, Version(0, 0), prefetch=0) as me:
-            losses = [me.step().loss for _ in range(3)]
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-                compute(me.session, me.state, 4)
-                world.finish()
+        yield
+
+
+def traced(world: World, job: Job, apart: bool) -> tuple[list[Kernel], list[float]]:
+    """Returns the kernels of a step's rounds, and the losses of the steps before."""
+    with streams(apart), member(world, job, Version(0, 0), prefetch=0) as me:
+        losses = [me.step().loss for _ in range(3)]
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            compute(me.session, me.state, 4)
+            world.finish()
     found = [each for each in trace.events() or () if each.device_type == DeviceType.CUDA and "Mem" not in each.name]
     return [Kernel(each.name, each.device_resource_id, each.time_range.start, each.time_range.end) for each in found], losses
 
@@ -95,6 +105,29 @@ def test_b12_b13_weights_come_and_gradients_go_while_blocks_compute(gpus: Ranks,
     control, same = gpus.run(PAIR, traced, toy_job(tmp_path / "control", **LARGE), False)[0]
     assert not any(overlapped(control, "AllGather")) and not any(overlapped(control, "ReduceScatter"))
     assert losses == same and len(set(losses)) == len(losses)
+
+
+def told(world: World, job: Job, apart: bool) -> list[str]:
+    """Returns what is said of a profile of the second and third step."""
+    said: list[str] = []
+    profiler = Profiler(job, ObjectStore.open(job.bucket), said.append)
+    with streams(apart), member(world, job, Version(0, 0), prefetch=0) as me:
+        for step in (1, 2, 3):
+            with profiler.watch(step, world):
+                me.step()
+    profiler.close()
+    return said
+
+
+def test_b13_a_profile_says_how_much_was_hidden(gpus: Ranks, tmp_path: Path) -> None:
+    """B13: of two steps, some of the time of collectives, of which some wait for the other member.  Control: on one stream none is hidden."""
+    (said,), nothing = gpus.run(PAIR, told, toy_job(tmp_path / "apart", profile="2-3", **LARGE), True)
+    found = [int(part) for part in re.findall(r"collectives took \S+ ms, (\d+)% of it hidden under computing", said)]
+    print(said)
+    assert len(found) == 2 and nothing == []
+    assert min(found) > 0
+    (control,), _ = gpus.run(PAIR, told, toy_job(tmp_path / "control", profile="2-3", **LARGE), False)
+    assert control.count("collectives took") == control.count("ms, 0% of it hidden under computing") == 2
 
 
 def waits(world: World, job: Job, ends: bool) -> str:

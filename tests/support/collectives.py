@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 class Call:
     """One collective.  ``name`` is the operator without its underscore; ``bytes`` counts all tensors among the arguments.
 
-    ``sent`` has the bytes for each member if it is an all-to-all with sizes.  ``dtypes`` are those of the tensors, and ``members`` the world
-    ranks of the group.
+    ``sent`` has the bytes for each member if it is an all-to-all with sizes.  ``dtypes`` are those of the tensors, and ``members`` the
+    world ranks of the group.
     """
 
     name: str

@@ -74,16 +74,14 @@ def test_c7_a_bucket_is_one_collective_and_one_memory(
     assert said == ([f"{text}elements"] if elements != "block" else [])
 
 
-@pytest.mark.parametrize(("changes", "memories"), [({}, [REST, *[BLOCK] * 4]), ({"precision": "bf16"}, [REST, *[BLOCK] * 4])])
-def test_c7_gradients_of_a_layer_are_one_memory_in_stage_3(
-    ranks: Ranks, tmp_path: Path, changes: dict[str, Any], memories: list[int]
-) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_c7_gradients_of_a_layer_are_one_memory_in_stage_3(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     """C7: each layer is a bucket there; its gradients, summed over four rounds, are views of the memory that FSDP2 has summed into."""
-    _, gradients, sizes = ranks.run(Layout(1, 2), stepping, bucketed(tmp_path, "block", 3, **{**FREE, **changes}))[0]
-    assert sorted(sum(each) for each in gradients) == [each // 2 for each in memories] == sorted(sizes)
+    _, gradients, sizes = ranks.run(Layout(1, 2), stepping, bucketed(tmp_path, "block", 3, precision=precision, **FREE))[0]
+    assert sorted(sum(each) for each in gradients) == [each // 2 for each in (REST, *[BLOCK] * 4)] == sorted(sizes)
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 3), Layout(2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(1, 3), Layout(2, 2)], ids=str)
 def test_c7_buckets_change_no_bits(ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout) -> None:
     """C7: with shards that are uneven, replicas beside shards, tied embeddings.  The control: another seed gives other bits."""
     found = train(ranks, bucketed(tmp_path / "two", 2 * BLOCK), layout, STEPS)

@@ -120,7 +120,7 @@ def told(world: World, job: Job, apart: bool) -> list[str]:
 
 
 def test_b13_a_profile_says_how_much_was_hidden(gpus: Ranks, tmp_path: Path) -> None:
-    """B13: of two steps, some of the time of collectives, of which some wait for the other member.  Control: on one stream none is hidden."""
+    """B13: some of the time of collectives in two steps; some of them wait for the other member.  The control: on one stream, nothing."""
     (said,), nothing = gpus.run(PAIR, told, toy_job(tmp_path / "apart", profile="2-3", **LARGE), True)
     found = [int(part) for part in re.findall(r"collectives took \S+ ms, (\d+)% of it hidden under computing", said)]
     print(said)

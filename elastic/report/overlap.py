@@ -32,7 +32,7 @@ class Overlap(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step communicated."""
+    """The communication of one step, by kind."""
 
     collectives: Overlap
     copies: Overlap

@@ -79,7 +79,7 @@ def test_random_spans_against_one_microsecond_after_the_other() -> None:
 
 
 def test_events_are_those_of_the_file(tmp_path: Any) -> None:
-    """Of torch's own file; json is the judge.  On a CPU nothing is said, since no events tell communication from computing."""
+    """A file is torch's own, and json is the judge.  On a CPU nothing is said, since no events tell communication from computing."""
     with profile(activities=[ProfilerActivity.CPU]) as found, record_function("step 1"):
         torch.ones(8, 8) @ torch.ones(8, 8)
     found.export_chrome_trace(str(tmp_path / "trace.json"))

@@ -79,12 +79,13 @@ def _takes_job(
 
 
 def _add_run_commands(commands: Any) -> None:
-    usage = "elastic train [-h] [--local] [--address ADDRESS] job [--section.option value ...]"
+    usage = "elastic train [-h] [--local] [--branch] [--address ADDRESS] job [--section.option value ...]"
     train = _takes_job(commands, "train", _train, "train a job, or go on with its run", listed=True, usage=usage)
     train.add_argument("--local", action="store_true", help="train with one worker in this process, without Ray")
     train.add_argument(
         "--address", help="address of the Ray cluster (default: the one this was submitted to, or else a new one on this machine)"
     )
+    train.add_argument("--branch", action="store_true", help="go on with a run whose settings were others, from its newest checkpoint")
     status = _takes_job(commands, "status", _on_run, "show where a run stands, and follow it")
     status.add_argument("--once", action="store_true", help="print it once, and do not follow")
     _takes_job(commands, "attach", _on_run, "follow a run from its start to its end; Ctrl-C leaves it running")
@@ -168,7 +169,7 @@ def _train(known: Namespace) -> int:
         say(warning, "note: ", "yellow")
     line = f"{_line(known)} --local" if known.local else _line(known)
     try:
-        result = launch(job, address=known.address, local=known.local, show=show)
+        result = launch(job, address=known.address, local=known.local, branch=known.branch, show=show)
     except (ElasticError, StorageError):
         raise
     except Exception as error:  # with --local the user's own code runs in this process

@@ -19,12 +19,13 @@ import ray
 from actors import cluster
 from actors.coordinator import Coordinator, View
 from actors.signals import Requests
+from elastic.branches import flat
 from elastic.errors import FINISHED, STOPPED, ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Line, Sentence
-from elastic.runs import Run, flat
+from elastic.runs import Run
 
 POLL_S = 0.1
 QUIET_S = 5.0
@@ -53,8 +54,10 @@ class Result:
     """The user's traceback, if the job is at fault."""
 
 
-def launch(job: Job, *, address: str | None = None, local: bool = False, show: Show = lambda line: None) -> Result:
+def launch(job: Job, *, address: str | None = None, local: bool = False, branch: bool = False, show: Show = lambda line: None) -> Result:
     """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.
+
+    A run that began with other settings goes on with these if ``branch`` says so, unless its state or its place in the data does not fit.
 
     Raises :class:`~elastic.errors.ElasticError` if the job cannot work as it is.  Ctrl-C or SIGTERM to the driver that started the run
     asks for a clean stop with a save; a second one raises KeyboardInterrupt and leaves the run to stop by itself.  An attached driver
@@ -69,7 +72,7 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             cluster.check_place("bucket", job.bucket)
         job = settled(job)
-        checked = preflight(job, local=local)
+        checked = preflight(job, local=local, branch=branch)
         for sentence in checked.notes:
             show(Sentence(time.time(), sentence))
         living = "" if address else _at_its_cluster(job, show)
@@ -79,13 +82,23 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, show: S
                 raise JobError(
                     f"name = {job.name!r}: this run lives on the cluster at {living}; `elastic stop` ends it, or choose another name"
                 )
+            _begin_branch(job, show, branch)
             return _result(job, *run_local(job, show))
-        run = Run.look(job)
+        run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()
         cluster.connect(address, job.workers, compiles=job.compile)
         requests.note()
+        if branch and attach(job.name) is not None:
+            raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can branch")
+        _begin_branch(job, show, branch)
         return _follow(_heeding_the_driver(job, show), checked.build, requests, show, seen)
+
+
+def _begin_branch(job: Job, show: Show, branch: bool) -> None:
+    """Begins a branch, if one is asked for and the job differs from the run's."""
+    if branch and (said := Run.look(job, branch=True).branch(time.time())):
+        show(Sentence(time.time(), said))
 
 
 def _at_its_cluster(job: Job, show: Show) -> str:
@@ -94,7 +107,7 @@ def _at_its_cluster(job: Job, show: Show) -> str:
     Otherwise, or if this process is part of a cluster already, returns "".  A run that is ending there is waited for, because its cluster
     ends with it.
     """
-    owner = Run.look(job).owner() if cluster.begins_here() else None
+    owner = Run.find(job).owner() if cluster.begins_here() else None
     if owner is None or not cluster.on_this_machine(owner["address"]):
         return ""
     before = signal.getsignal(signal.SIGTERM)

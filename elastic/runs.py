@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import elastic
+from elastic import branches
 from elastic.control import codec
 from elastic.control.evolve import evolve
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.job import BEFORE, Job
+from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage
@@ -99,24 +100,38 @@ class Run:
         return cls.look(job)
 
     @classmethod
-    def look(cls, job: Job) -> Run:
+    def look(cls, job: Job, *, branch: bool = False) -> Run:
         """Returns the run in order to read it, even if it has not begun.  What its job leaves out is as the run began (``going_on``).
 
-        Raises :class:`JobError` if the folder has another trajectory's run.
+        Raises :class:`JobError` if the folder has another trajectory's run.  With ``branch`` it may differ in settings that can change.
         """
         store = ObjectStore.open(job.bucket)
-        if (stored := _stored(store, job.name)) is not None:
+        if (stored := branches.stored(store, job.name)) is not None:
             job = job.going_on(stored)
             found = job.begun_as(stored)
             if found.digest != job.digest:
-                raise JobError(_other_job(job, found))
+                branches.check(job, found, asked=branch)
         return cls(job, store)
+
+    def branch(self, now: float) -> str:
+        """Begins a branch at the newest good checkpoint: from there on the run has this job.  Returns the sentence that says so.
+
+        It is "" if the job is that of the run.  Raises :class:`JobError` if the run has gone further than the job, and :class:`Exists` if
+        another command has begun a branch.
+        """
+        stored = branches.stored(self.store, self.job.name)
+        if stored is None or (found := self.job.begun_as(stored)).digest == self.job.digest:
+            return ""
+        version = self.newest() or Version(0, 0)
+        if version.step > self.job.steps:
+            raise JobError(f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} already; ask for more steps")
+        return branches.begin(self.store, self.job, found, version, now)
 
     @classmethod
     def find(cls, job: Job) -> Run:
         """Returns the run in order to read it, whatever ``job`` says of its trajectory."""
         store = ObjectStore.open(job.bucket)
-        stored = _stored(store, job.name)
+        stored = branches.stored(store, job.name)
         return cls(job if stored is None else job.begun_as(stored), store)
 
     def trains_on(self, fingerprint: str) -> None:
@@ -364,38 +379,6 @@ def _life_of(pid: int) -> str:
     except OSError:
         return ""
     return "" if state in "ZX" else f"{pid} {fields[18]}"
-
-
-def _stored(store: ObjectStore, name: str) -> dict[str, Any] | None:
-    """Returns the job as the run of that name has stored it, or None if there is no such run."""
-    with suppress(Missing):
-        found: dict[str, Any] = json.loads(store.get(f"{name}/job.json"))["job"]
-        return found
-    return None
-
-
-def _other_job(job: Job, found: Job) -> str:
-    """Returns the sentence that names the settings in which two jobs differ, why the run cannot go on with them, and what to do."""
-    ours, theirs = (flat(BEFORE | each.trajectory()) for each in (job, found))
-    changed = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
-    shown = ", ".join(f"{key} = {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in changed[:4])
-    refused = [key for key in changed if Job.refuses(key)]
-    if refused:
-        why = f"the state of that run does not fit another value of {', '.join(refused[:4])}"
-    else:
-        why = "another value would change the weights from here on"
-    return (
-        f"bucket = {job.bucket!r} holds a run {job.name!r} of another job ({shown}); {why}; "
-        f"to begin at step 0 choose another name; to continue that run use its settings"
-    )
-
-
-def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings as one dictionary with dotted names."""
-    found: dict[str, Any] = {}
-    for key, each in value.items():
-        found |= flat(each, f"{prefix}{key}.") if isinstance(each, Mapping) else {f"{prefix}{key}": each}
-    return found
 
 
 def _goes_on(state: RunState, last: RunState) -> str:

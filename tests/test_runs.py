@@ -119,8 +119,9 @@ def test_another_job_is_told_why_it_cannot_go_on() -> None:
     Run.open(job)
     to_do = "; to begin at step 0 choose another name; to continue that run use its settings"
     with pytest.raises(JobError) as caught:
-        Run.look(job.replace(seed=3))
-    assert str(caught.value).endswith("(seed = 0 there and 3 here); another value would change the weights from here on" + to_do)
+        Run.look(job.replace(steps=3))
+    changes = "(steps = 12 there and 3 here); another value would change the weights from here on"
+    assert str(caught.value).endswith(f"{changes}{to_do}, or go on with these by --branch")
     with pytest.raises(JobError) as caught:
         Run.look(job.replace(seed=3, model_args={"dim": 9}))
     does_not_fit = "the state of that run does not fit another value of model_args.dim"

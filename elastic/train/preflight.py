@@ -65,7 +65,7 @@ class Checked:
     notes: list[str]
 
 
-def preflight(job: Job, *, local: bool = False) -> Checked:
+def preflight(job: Job, *, local: bool = False, branch: bool = False) -> Checked:
     """Checks all of the user's parts that can be checked before a worker starts.  It leaves nothing in the bucket.
 
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
@@ -83,7 +83,7 @@ def preflight(job: Job, *, local: bool = False) -> Checked:
             f"nothing else multiplies in fp8; take 'bf16', or other sizes"
         )
     check(_bucket(job), job.name)
-    run = Run.look(job)
+    run = Run.look(job, branch=branch)
     run.check_data(build.data)
     job = run.job
     notes = [*unread, *([] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])]

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from actors.cli import main
+from actors.launch import launch
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.report.ledger import ledger
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs import Run
 from elastic.train.local import run_local
-from tests.support.chaos import assert_nothing_left, exported_hash, trial
+from tests.support.chaos import alone, assert_nothing_left, exported_hash, trial
 from tests.support.job_file import to_toml
 from tests.support.toys import toy_job
 
@@ -121,3 +123,16 @@ def test_without_damage_it_goes_on_from_the_newest(damaged: tuple[Job, Version],
     assert "damaged" not in told(lines)
     assert next(line.step for line in lines if isinstance(line, StepLine)) == STOP + 1
     assert exported_hash(job) == undisturbed_hash
+
+
+def test_l4_a_run_is_extended_on_a_cluster_and_a_worker_dies(tmp_path: Path) -> None:
+    """L4: with a constant learning rate it ends as a run that was to be so long from the beginning."""
+    settings = {"name": "extended", "schedule": {"kind": "constant"}, "parallel": {"dp_replicate": 1}}
+    longer = alone(toy_job(tmp_path / "longer", **settings, steps=16))
+    assert launch(toy_job(tmp_path, **settings, steps=6)).state == "Finished"
+    job = toy_job(tmp_path, **settings, steps=16, faults=[{"point": "backward", "step": 11, "world_rank": 1, "generation": 2}])
+    with pytest.raises(JobError, match="by --branch"):
+        launch(job)
+    result = launch(job, branch=True)
+    assert (result.state, result.step, exported_hash(job)) == ("Finished", 16, longer.hash)
+    assert sorted(ledger(Run.open(job).segments())) == [*range(1, 17)]

@@ -59,7 +59,10 @@ IMPORTS = {
         ),
         ("pydantic",),
     ),
-    "elastic.runs": Row(("elastic", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job", "storage.*", *NAMES)),
+    "elastic.branches": Row(("elastic.job", "storage.*", *NAMES)),
+    "elastic.runs": Row(
+        ("elastic", "elastic.branches", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job", "storage.*", *NAMES)
+    ),
     "elastic.kernels": Row(("elastic.kernels.*",), ("torch",)),
     "elastic.kernels.triton_kernels": Row((), ("torch", "triton")),
     "elastic.models": Row(("elastic.models.*", "elastic.kernels.*"), ("torch",)),

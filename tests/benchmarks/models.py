@@ -41,5 +41,8 @@ SIZES = {
     "1b": Size(2048, 16, 32, 8, 8192),
     "3b": Size(3072, 28, 24, 8, 8192),
     "8b": Size(4096, 32, 32, 8, 14336, tied=False),
+    "1b-untied": Size(2048, 16, 32, 8, 8192, tied=False),  # for TorchTitan, whose Llama ties nothing
+    "3b-untied": Size(3072, 28, 24, 8, 8192, tied=False),
     "tiny": Size(64, 2, 4, 2, 128, vocab=257),
+    "tiny-untied": Size(64, 2, 4, 2, 128, vocab=257, tied=False),
 }

@@ -1,13 +1,14 @@
-"""Measures tokens a second of Elastic, with everything of fault tolerance on, and of a plain loop, in one run on the same GPUs.
+"""Measures tokens a second of Elastic, with all of its fault tolerance on, of a plain loop and of TorchTitan, in one run on the same GPUs.
 
     python -m tests.benchmarks.throughput --size 1b [--seq 8192] [--microbatches 4] [--world 1] [NAME ...]
     python -m tests.benchmarks.throughput --size 8b --plain=--recompute --ours '{"recompute": "block"}' plain free
+    python -m tests.benchmarks.throughput --size 1b-untied plain torchtitan free
 
-NAME is one of ``plain``, ``plain-deterministic`` (FlexAttention), ``free``, ``reproducible``, ``again`` (reproducible once more, to compare
-the bits of every loss and norm), ``free-zero-3``, ``free-zero-2`` and ``zero-2``, ``free-fp8`` (also ``free-fp8-zero-2`` and
-``free-fp8-zero-3``) and ``fp8``, ``free-fp8-rowwise`` and ``fp8-rowwise``, and ``bare`` (free, without copies).  Prints a line of JSON for
-each and a table at the end; exits with 1 if bits differ.  MFU is of the GPU's peak in bf16, and counts operations as Chowdhery et al.
-(2022) do, and with the causal half as Megatron does.
+NAME is one of ``plain``, ``plain-deterministic`` (FlexAttention), ``torchtitan`` (0.2.2; only where it is named), ``free``,
+``reproducible``, ``again`` (reproducible once more, to compare the bits of every loss and norm), ``free-zero-3``, ``free-zero-2`` and
+``zero-2``, ``free-fp8`` (also ``free-fp8-zero-2`` and ``free-fp8-zero-3``) and ``fp8``, ``free-fp8-rowwise`` and ``fp8-rowwise``, and
+``bare`` (free, without copies).  Prints a line of JSON for each and a table at the end; exits with 1 if bits differ.  MFU is of the GPU's
+peak in bf16, and counts operations as Chowdhery et al. (2022) do, and with the causal half as Megatron does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ from tests.benchmarks.plain_loop import SETTLED
 
 PEAK = 989e12
 """Operations a second of an H100 or H200 (SXM) in bf16, dense, as the vendor says."""
-PLAIN: dict[str, list[str]] = {"plain": [], "plain-deterministic": ["--deterministic", "--attention", "flex"]}
+PLAIN = ("plain", "plain-deterministic")
+LOOPS = {
+    "plain": ["tests.benchmarks.plain_loop"],
+    "plain-deterministic": ["tests.benchmarks.plain_loop", "--deterministic", "--attention", "flex"],
+    "torchtitan": ["tests.benchmarks.peers.torchtitan_row"],
+}
+"""The module of each loop without fault tolerance, and its arguments."""
 OURS: dict[str, dict[str, Any]] = {
     "free": {"reproducible": False},
     "reproducible": {},
@@ -57,15 +64,14 @@ OURS: dict[str, dict[str, Any]] = {
 Row = dict[str, Any]
 
 
-def plain(name: str, options: argparse.Namespace) -> Row:
-    """Runs the plain loop in processes of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.world), "-m", "tests.benchmarks.plain_loop"]
-    command += ["--size", options.size, "--seq", str(options.seq), "--microbatches", str(options.microbatches), *PLAIN[name]]
-    command += options.plain.split()
+def loop(name: str, options: argparse.Namespace) -> Row:
+    """Runs a loop without fault tolerance in processes of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.world), "-m", *LOOPS[name]]
+    command += ["--size", options.size, "--seq", str(options.seq), "--microbatches", str(options.microbatches), *options.plain.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        return {"failed": done.stderr[-1500:]}
+        return {"failed": done.stderr[-6000:]}
     found: Row = json.loads(lines[-1])
     return found
 
@@ -148,7 +154,7 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=4, help="of one sample each, by each rank in each step")
     parser.add_argument("--world", type=int, default=1, help="ranks, one on each GPU")
     parser.add_argument("--steps", type=int, default=18)
-    parser.add_argument("--plain", default="", help="more arguments of the plain loop")
+    parser.add_argument("--plain", default="", help="more arguments of the plain loop and of TorchTitan")
     parser.add_argument("--ours", type=json.loads, default={}, help="more settings of our jobs, as JSON")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()
@@ -158,7 +164,7 @@ def main() -> int:
     if any(name in OURS for name in options.names):
         cluster.connect("local")
     for name in options.names:
-        rows[name] = plain(name, options) if name in PLAIN else ours(name, folder, options)
+        rows[name] = loop(name, options) if name in LOOPS else ours(name, folder, options)
         shutil.rmtree(folder / "bucket", ignore_errors=True)  # checkpoints of several rows would fill a disk
         print(json.dumps({"name": name, **rows[name]}), flush=True)
         (options.out / f"throughput-{options.size}-{options.world}.json").write_text(json.dumps(rows, indent=1) + "\n")

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N -m tests.benchmarks.peers.torchtitan_row --size 1b-untied [--recompute]
 
-TorchTitan's own trainer takes the steps, with its Llama 3, compiled blocks, a compiled loss and fused AdamW; FSDP2 splits the state over all
-GPUs.  On one GPU TorchTitan does not use FSDP2 but autocast.  What is ours are the sizes, the random tokens and the clock.
+TorchTitan's own trainer takes the steps, with its Llama 3, compiled blocks, a compiled loss and fused AdamW; FSDP2 splits the state over
+all GPUs.  On one GPU TorchTitan does not use FSDP2 but autocast.  What is ours are the sizes, the random tokens and the clock.
 """
 
 from __future__ import annotations

@@ -126,6 +126,12 @@ def ours(name: str, folder: Path, options: argparse.Namespace) -> Row:
     }
 
 
+def complaint(output: str) -> str:
+    """Returns the last error in what a failed program printed, but not that of the launcher, in one line."""
+    errors = [line for line in output.splitlines() if "rror: " in line and "ChildFailedError" not in line]
+    return (errors or output.splitlines() or [""])[-1].strip()[:160].replace("|", "/")
+
+
 def table(rows: dict[str, Row], options: argparse.Namespace) -> str:
     """Returns the rows as a Markdown table."""
     size = SIZES[options.size]
@@ -135,7 +141,7 @@ def table(rows: dict[str, Row], options: argparse.Namespace) -> str:
     ]
     for name, row in rows.items():
         if "failed" in row:
-            lines.append(f"| {name} | failed | | | | | |")
+            lines.append(f"| {name} | failed: {complaint(row['failed'])} | | | | | |")
             continue
         rate = row["tokens_per_s"]
         shares = [f"{rate / rows[other]['tokens_per_s']:.3f}" if "tokens_per_s" in rows.get(other, {}) else "" for other in PLAIN]

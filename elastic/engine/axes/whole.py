@@ -195,7 +195,7 @@ class Whole(Parameters):
         self._next += 1
         found = [parameter.grad if parameter.grad is not None else torch.zeros_like(parameter) for parameter in unit.computing]
         if self.shards == 1:
-            flat = torch.cat([grad.detach().reshape(-1) for grad in found])
+            flat = torch._utils._flatten_dense_tensors(found)
         else:
             dtype = reduce(torch.promote_types, {grad.dtype for grad in found})
             flat = torch._chunk_cat([grad.detach().to(dtype) for grad in found], 0, self.shards).view(-1)

@@ -124,7 +124,7 @@ BACKENDS: dict[str, tuple[Callable[[], Attend], bool]] = {
     "flash-3 in torch": (partial(flash, "FA3"), False),
     "flash-3 in torch, deterministic": (partial(flash, "FA3"), True),
 }
-"""How each backend is made, and whether torch is asked for deterministic kernels."""
+"""The maker of each backend, and whether torch is asked for deterministic kernels."""
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:

@@ -99,6 +99,7 @@ def _add_run_commands(commands: Any) -> None:
     story = "tell what happened in a run and why, from its journal alone"
     replay = _takes_job(commands, "replay", _replay, story, file="a job file (TOML), or a file of a journal")
     replay.add_argument("--check", action="store_true", help="decide everything again, and show where this version decides otherwise")
+    replay.add_argument("--layers", action="store_true", help="show the norms of the gradients of layers, too, where they are recorded")
 
 
 def _add_faults(commands: Any) -> None:
@@ -262,7 +263,7 @@ def _replay(known: Namespace) -> int:
     else:
         segments = _journal_of(known.job)
     if not known.check:
-        for line in tell(segments):
+        for line in tell(segments, layers=known.layers):
             say(line)
         return 0
     found = list(differences(segments, elastic.__version__, rules))

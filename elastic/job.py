@@ -33,6 +33,7 @@ from elastic.config.sections import (
     Reduction,
     Schedule,
     Validation,
+    Watch,
     Workers,
 )
 from elastic.config.settings import Where, merge, read_toml, sentences
@@ -54,7 +55,7 @@ from elastic.config.values import (
     step_range,
     steps_of,
 )
-from elastic.control.rules import Rules
+from elastic.control.rules import Rules, WatchRule
 from elastic.errors import JobError
 from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout, LayoutRule, table
@@ -146,6 +147,7 @@ class Job(Part):
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     copies: Copies = Copies()
+    watch: Watch = Watch()
     network: Network = Network()
     deadlines: Deadlines = Deadlines()
     faults: Free[tuple[Fault, ...]] = ()
@@ -308,6 +310,7 @@ class Job(Part):
             cross_zone=self.copies.cross_zone,
             reproducible=self.reproducible,
             spares=self.workers.spares,
+            watch=WatchRule(**self.watch.model_dump(exclude={"every"})),
             **self.deadlines.model_dump(exclude={"driver_s"}),
         )
 

@@ -25,6 +25,7 @@ from elastic.config.sections import (
     Reduction,
     Schedule,
     Validation,
+    Watch,
     Workers,
 )
 from elastic.config.settings import leaves, nearest
@@ -421,6 +422,7 @@ CLUSTER = {
     "checkpoint": Checkpoint(save_every=1),
     "copies": Copies(copy_every=1, buddy_every=9),
     "network": Network(interface="eth1"),
+    "watch": Watch(every=7, patience=2, vanishing=0.1, exploding=9, stationary=40),
     "deadlines": Deadlines(form_s=1, fence_s=1, stall_s=1, lease_s=1, wait_s=1, stop_s=1),
     "faults": (Fault(point="save", step=1),),
     "data": Data(prefetch=7, args={"path": "/moved"}),

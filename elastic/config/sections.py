@@ -209,6 +209,26 @@ class Copies(Part):
     """Largest fraction of a node's link that copies to buddies may take on average."""
 
 
+class Watch(Part):
+    """The norms of the gradients of single layers, which are recorded now and then, and warnings that follow from them.
+
+    A layer is a block of the model, or a module outside of the blocks.  A record takes about 15 bytes of the journal for each layer.
+    """
+
+    every: Free[Annotated[Whole, Field(ge=0)]] = 100
+    """Number of steps between records.  0: none, and no warnings.  A step whose gradient is not finite is always recorded."""
+    patience: Free[Positive] = 5
+    """Number of records in a row in which the gradient of a layer must be zero, or vanish, until a warning says so."""
+    vanishing: Free[Annotated[Number, Field(ge=0, lt=1)]] = 1e-6
+    """Part of the largest layer's norm below which the gradient of a layer vanishes.  0: never."""
+    exploding: Free[Annotated[Number, Field(ge=0)]] = 100.0
+    """Multiple of its usual norm above which the gradient of a layer explodes.  0: never."""
+    stationary: Free[Annotated[Whole, Field(ge=0)]] = 200
+    """Number of records without a lower mean loss until a warning says so.  Means are of 20 records, and a lower one is lower by more than
+    chance.  0: never.
+    """
+
+
 class Network(Part):
     """The network between the workers."""
 

@@ -43,6 +43,8 @@ PLAIN = frozenset({type(None), bool, int, str})
 """Types of values that JSON writes as they are.  They are told apart before anything else: a large world's records hold little else."""
 MICROBATCHES, PACKED = ("losses", "counts", "samples"), "packed"
 """The fields of a commit with an entry for each microbatch, and the one that stands for them: see ``packed.py``."""
+LAYERS = "layers"
+"""The field of a commit with an entry for each layer.  It is packed, too, and left out where it is empty, as in most commits."""
 
 Json = Any
 Segment = tuple[Mapping[str, Json], Sequence[Mapping[str, Json]]]
@@ -297,9 +299,10 @@ def encode(value: object, told: Told | None = None) -> Json:
     if told and isinstance(value, Plan) and told.get((value.generation,)) == value:
         return {"$": PLAN, "generation": value.generation}
     if isinstance(value, Outcome):
-        left_out = MICROBATCHES if value.validated is not None else (*MICROBATCHES, "validated")
+        left_out = (*MICROBATCHES, LAYERS, *(("validated",) if value.validated is None else ()))
         rest = {name: encode(getattr(value, name), told) for name in _hints(Outcome) if name not in left_out}
-        return {"$": "Outcome", **rest, PACKED: packed.pack(value.losses, value.counts, value.samples)}
+        layers = {LAYERS: packed.pack_layers(value.layers)} if value.layers else {}
+        return {"$": "Outcome", **rest, **layers, PACKED: packed.pack(value.losses, value.counts, value.samples)}
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} has no form in the journal: {value!r}")
     parts = {name: getattr(value, name) for name in _hints(kind)}
@@ -307,10 +310,12 @@ def encode(value: object, told: Told | None = None) -> Json:
 
 
 def spelled_out(json: Json) -> Json:
-    """Returns the JSON of a commit as older versions wrote it, with a list for each of its ``MICROBATCHES`` fields; any other as it is."""
+    """Returns the JSON of a commit with a list for each of its packed fields, as older versions wrote it; any other as it is."""
     if PACKED not in json:
         return json
     rest = {name: each for name, each in json.items() if name != PACKED}
+    if LAYERS in rest:
+        rest[LAYERS] = encode(packed.unpack_layers(rest[LAYERS]))
     return {**rest, **{name: encode(each) for name, each in zip(MICROBATCHES, packed.unpack(json[PACKED]), strict=True)}}
 
 

@@ -16,6 +16,7 @@ from math import isnan
 
 from elastic.control import copy_inventory, saves
 from elastic.control.decision import Decision
+from elastic.control.health import judge
 from elastic.control.liveness import stepped
 from elastic.control.run import Answer, Running, Stopping
 from elastic.ids import Version, WorkerId
@@ -52,9 +53,11 @@ def committed(decision: Decision, outcome: Outcome) -> None:
     if outcome.generation != plan.generation:
         return
     if outcome.step in history.untold:
+        _watch(decision, outcome)
         return decision.know("history", untold=tuple(step for step in history.untold if step != outcome.step))
     if not history.is_news(outcome):
         return
+    _watch(decision, outcome)
     version = version_of(outcome)
     if outcome.validated is not None and history.version.step == outcome.step - 1:
         _validated(decision, history.version, outcome.validated)
@@ -93,6 +96,15 @@ def _validated(decision: Decision, version: Version, found: Validated) -> None:
     decision.know("history", validated=score, best=score if is_best or best is None else best)
     against = "" if is_best or best is None else f"; the best is {best.found.mean:.6g} after step {best.version.step}"
     decision.say(f"{told_of(version.step, found)}{against}")
+
+
+def _watch(decision: Decision, outcome: Outcome) -> None:
+    """Takes note of what the commit tells of layers, and says the warnings that follow from it."""
+    health, warnings = judge(decision.run.health, outcome, decision.rules.watch)
+    if health is not decision.run.health:
+        decision.know(health=health)
+    for each in warnings:
+        decision.say(each)
 
 
 # ---- the step in which a world broke: all members apply it, or none does

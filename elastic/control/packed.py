@@ -5,6 +5,11 @@
 Losses are doubles.  Whole numbers are an array of the narrowest type that holds them, whose name comes first.  If all are the same they
 are [number, how many], and if one is longer than eight bytes {"all": [..]}.  Samples are one list of ids with their number for each
 microbatch, which is one number if it is always the same.
+
+What a commit says of each layer is packed likewise.  Names that end in consecutive numbers are one entry: [what is before, the first
+number, how many].
+
+    {"names": ["embedding", ["layers.", 0, 80], "norm"], "squares": ".."}
 """
 
 from __future__ import annotations
@@ -43,6 +48,29 @@ def unpack(json: Mapping[str, Json]) -> Parts:
         rest = iter(ids)
         samples = tuple(tuple(next(rest) for _ in range(length)) for length in _whole(each))
     return tuple(losses), tuple(counts), samples
+
+
+def pack_layers(layers: Sequence[tuple[str, float]]) -> Json:
+    """Returns the JSON of names with a number each."""
+    names = list[Json]()
+    for name, _ in layers:
+        before, stem = names[-1] if names else "", name.rstrip("0123456789")
+        number = name[len(stem) :]
+        if not number or str(int(number)) != number:
+            names.append(name)
+        elif isinstance(before, list) and (before[0], before[1] + before[2]) == (stem, int(number)):
+            before[2] += 1
+        else:
+            names.append([stem, int(number), 1])
+    return {"names": names, "squares": _text(array("d", (square for _, square in layers)))}
+
+
+def unpack_layers(json: Mapping[str, Json]) -> tuple[tuple[str, float], ...]:
+    """Returns what :func:`pack_layers` was given."""
+    names = list[str]()
+    for each in json["names"]:
+        names += [each] if isinstance(each, str) else [f"{each[0]}{number}" for number in range(each[1], each[1] + each[2])]
+    return tuple(zip(names, _array("d", json["squares"]), strict=True))
 
 
 def _numbers(numbers: Sequence[int]) -> Json:

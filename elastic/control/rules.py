@@ -11,6 +11,20 @@ SLOWEST = 1.05
 
 
 @dataclass(frozen=True)
+class WatchRule:
+    """The limits by which the gradients of layers, and the loss, are judged (``health.py``).  A record is a commit that tells layers."""
+
+    patience: int = 5
+    """Number of records in a row for which a gradient must be zero, or vanish, until that is said."""
+    vanishing: float = 1e-6
+    """A gradient with a norm below this part of the largest layer's vanishes; 0 means that none does."""
+    exploding: float = 100.0
+    """A gradient with a norm above this multiple of its usual norm explodes; 0 means that none does."""
+    stationary: int = 200
+    """Number of records without a lower mean loss until that is said; 0 means never."""
+
+
+@dataclass(frozen=True)
 class Rules:
     """The budgets and deadlines of one run.
 
@@ -55,6 +69,8 @@ class Rules:
     """True if buddies are in other zones; False if they are in the same one."""
     reproducible: bool = True
     """True if only workers of one kind may be members, because other kinds do not give equal bits."""
+
+    watch: WatchRule = WatchRule()
 
     @property
     def leave_s(self) -> float:

@@ -3,8 +3,8 @@
     RunState ── state      Waiting, Forming, Running, Stopping, Finishing, or how the run ended
              ├─ members    workers and where they sit               ├─ copies    copies of the state in host memory
              ├─ cluster    nodes and keepers                        ├─ watch     liveness (``liveness.py``)
-             ├─ history    what was committed, saved and given up   └─ takeover  what coordinators before this one left open
-             └─ saves      checkpoints on their way to the bucket
+             ├─ history    what was committed, saved and given up   ├─ takeover  what coordinators before this one left open
+             └─ saves      checkpoints on their way to the bucket   └─ health    gradients and loss (``health.py``)
 
 All values are immutable; dictionaries are replaced, and only the decision that has made one changes it.  Which state may follow which is
 in ``edges.py``.
@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic.control.evolve import evolve
+from elastic.control.health import Health
 from elastic.control.liveness import Watch
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
@@ -440,6 +441,7 @@ class RunState:
     """The reason why the run is to stop; "" if nobody asked for it."""
     gave_up: str = ""
     """The reason why the run ends as failed once it has stopped; "" if it does not."""
+    health: Health = field(default_factory=Health)
 
     @staticmethod
     def begin(

@@ -44,7 +44,16 @@ def tree_sum(values: Tensor) -> Tensor:
 def squared_norm(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> Tensor:
     """Returns the squared 2-norm of the whole gradient: a float64 scalar, with the same bits in every layout.
 
-    ``grads[i]`` is this member's shard [its rows, ...] of a tensor that has ``rows[i]`` rows.
+    The arguments are those of :func:`squared_norms`.
+    """
+    return tree_sum(squared_norms(grads, rows, world))
+
+
+def squared_norms(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> Tensor:
+    """Returns the squared 2-norm of each tensor of the whole gradient: float64 [tensors], with the same bits in every layout.
+
+    The elements are squared as float32, so those below 1e-23 count as zero.  ``grads[i]`` is this member's shard [its rows, ...] of a
+    tensor that has ``rows[i]`` rows.
     """
     shards, totals = world.layout.dp_shard, dict[int, Tensor]()
     sizes = [-(-count // shards) for count in rows]
@@ -59,7 +68,7 @@ def squared_norm(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> 
             columns = everyone[:, first : first + len(alike) * size].unflatten(1, (len(alike), size)).transpose(0, 1).flatten(1)
             totals.update(zip(alike, tree_sum(columns[:, :count]), strict=True))
             first += len(alike) * size
-    return tree_sum(torch.stack([totals[number] for number in range(len(rows))]))
+    return torch.stack([totals[number] for number in range(len(rows))])
 
 
 def _turns(rows: Sequence[int], shards: int) -> Iterator[list[int]]:

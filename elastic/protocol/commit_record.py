@@ -180,6 +180,10 @@ class Outcome:
     usage: Usage = field(default=NO_USAGE, compare=False)
     usage_ranks: tuple[int, ...] = field(default=(), compare=False)
     validated: Validated | None = None
+    layers: tuple[tuple[str, float], ...] = field(default=(), compare=False)
+    """The squared norm of the summed gradient of each layer, by name, in the order of the model.  It is empty in most steps (``[watch]``).
+    Members compute it each for itself, with the same bits if the job is reproducible.
+    """
 
     @property
     def tokens(self) -> int:
@@ -197,6 +201,11 @@ class Outcome:
     def norm(self) -> float:
         """The norm of the mean gradient, which is the norm that is clipped."""
         return float(self.squared_norm**0.5 / max(self.tokens, 1))
+
+    @property
+    def layer_norms(self) -> dict[str, float]:
+        """The norm of the mean gradient of each layer that this commit tells."""
+        return {name: float(square**0.5 / max(self.tokens, 1)) for name, square in self.layers}
 
     @property
     def waiting(self) -> int | None:

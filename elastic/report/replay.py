@@ -49,38 +49,51 @@ class Difference:
 # ---- what happened
 
 
-def tell(segments: Iterable[Segment]) -> Iterator[str]:
-    """Yields a line for each record.  Commits that follow each other without any other event share one line."""
+def tell(segments: Iterable[Segment], *, layers: bool = False) -> Iterator[str]:
+    """Yields a line for each record.  Commits that follow each other without any other event, or reason to tell, share one line.
+
+    With ``layers``, a line follows for each commit that tells the norms of layers.
+    """
     before, state, commits, incarnation = 0.0, "", list[Json](), None
     for segment in segments:
         snapshot, records = codec.modern(*segment)
         state = state or snapshot["run"]["state"]["$"]
         if incarnation is not None and snapshot["run"]["incarnation"] > incarnation:  # who takes over continues the run of another
             if commits:
-                yield _commits(commits, before)
+                yield from _commits(commits, before, layers)
                 before, commits = commits[-1]["at"], []
             step = codec.decode_run(snapshot["run"]).step
             yield f"{'':>31}the run is started again (owner {snapshot['run']['incarnation']}) and goes on from step {step}"
             state = snapshot["run"]["state"]["$"]
         incarnation = codec.incarnation_after((snapshot, records))
         for record in records:
-            if record["event"]["$"] == "StepDone" and not record["actions"] and record["state"] == state:
+            if record["event"]["$"] == "StepDone" and not record["actions"] and not record["reason"] and record["state"] == state:
                 commits.append(record)
                 continue
             if commits:
-                yield _commits(commits, before)
+                yield from _commits(commits, before, layers)
                 before, commits = commits[-1]["at"], []
             yield _line(record, state, before or record["at"])
+            yield from _norms([record]) if layers else ()
             before, state = record["at"], record["state"]
     if commits:
-        yield _commits(commits, before)
+        yield from _commits(commits, before, layers)
 
 
-def _commits(records: Sequence[Json], before: float) -> str:
+def _commits(records: Sequence[Json], before: float, layers: bool) -> Iterator[str]:
     first, last = records[0], records[-1]
     steps = [each["event"]["outcome"]["step"] for each in (first, last)]
     said = f"commit of step {steps[0]}" if len(records) == 1 else f"commits of steps {steps[0]} to {steps[1]}"
-    return f"{_head(first, before or first['at'])}  {said}{_speed(records)}"
+    yield f"{_head(first, before or first['at'])}  {said}{_speed(records)}"
+    yield from _norms(records) if layers else ()
+
+
+def _norms(records: Sequence[Json]) -> Iterator[str]:
+    """Yields a line for each commit in ``records`` that tells the norms of layers."""
+    for each in (each for record in records for each in record.get("commits", ()) if each.get("layers")):
+        outcome = codec.decode(Outcome, each)
+        norms = ", ".join(f"{name} {norm:.3g}" for name, norm in outcome.layer_norms.items())
+        yield f"{'':>31}norms of step {outcome.step}: {norms}"
 
 
 def _speed(records: Sequence[Json]) -> str:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from elastic.control.health import Health, judge
 from elastic.control.run import RunState
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
@@ -105,6 +106,7 @@ class _Local:
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
         self.apply_fence = ApplyFence(Member(WORKER))
         self.story = Story(run.job.steps)
+        self.health = Health()
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
     def train(self) -> tuple[str, str, int]:
@@ -178,6 +180,9 @@ class _Local:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
         self.story.step(time.time(), outcome, (WORKER,), learning_rate_of(self.session.job, outcome.step), work)
         self.show(self.story.lines[-1])
+        self.health, warnings = judge(self.health, outcome, self.run.job.rules().watch)
+        for each in warnings:
+            self.show_sentence(each)
 
     def _save(self, state: State) -> None:
         version = state.shard.version

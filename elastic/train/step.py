@@ -10,7 +10,7 @@ import hashlib
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 
 import torch
@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
-from elastic.engine.norm import squared_norm
+from elastic.engine.layers import recorded, squares_of
+from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.world import TO_HOST, World
 from elastic.errors import ModelError
@@ -93,6 +94,10 @@ class Share:
     losses: list[torch.Tensor]
     counts: list[torch.Tensor]
     samples: list[tuple[int, ...]]
+    squares: torch.Tensor | None = None
+    """The squared norm of each tensor of the whole gradient, once the step is prepared: float64 [tensors]."""
+    validated: Validated | None = None
+    """The validation of the state before the step."""
 
 
 def run_step(
@@ -112,7 +117,7 @@ def run_step(
     """
     shape, device = shape.of(session.cursor.batches.of(step) // session.job.microbatch), state.world.device
     session.meter.begin(shape.generation, session.loader.waited_s, device)
-    reserve(state.world, shape)
+    reserve(state, shape)
     share = compute(session, state, step)
     copied = session.snapshots.settle() if session.snapshots else NO_COPIES
     if session.snapshots is not None and state.shard.home is not None:
@@ -123,18 +128,24 @@ def run_step(
     usage = session.meter.usage(session.loader.waited_s, device)
     blank = blank_record(shape, state.world.rank, step, boundary(), share, copied, usage)
     record = fill_record(state.world.to_device("record", blank), share, norm)
-    outcome = commit(session, state, fence, shape, step, record, validated)
+    share.validated = validated
+    outcome = commit(session, state, fence, shape, step, record, share)
     session.faults.strike("before_update", step, state.world)
     with fence.applying(outcome):
         update(session, state, outcome)
     return outcome
 
 
-def reserve(world: World, shape: CommitShape) -> None:
+def reserve(state: State, shape: CommitShape) -> None:
     """Reserves the host memory of the commit before anything is launched that may hang."""
     record = torch.empty(shape.fields, dtype=torch.float64)
-    world.reserve("record", record)
-    world.reserve(TO_HOST, record.new_empty(shape.world * shape.fields))
+    state.world.reserve("record", record)
+    state.world.reserve(TO_HOST, record.new_empty(shape.world * shape.fields + len(state.trained) * _watches(state)))
+
+
+def _watches(state: State) -> bool:
+    """Returns whether the norms of the layers are recorded."""
+    return state.job.watch.every > 0
 
 
 def compute(session: Session, state: State, step: int) -> Share:
@@ -227,9 +238,10 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int, share:
     """Reduces what the optimizer needs from the group, and returns the squared norm.  Afterwards this member can apply alone."""
     session.counters.at("commits")
     grads = state.parameters.grads()
-    norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
+    share.squares = squared_norms([grads[name] for name in grads], [state.rows[name] for name in grads], state.world)
+    norm = tree_sum(share.squares)
     if (scale := state.optimizer.loss_scale.value) != 1:
-        norm /= scale**2
+        norm = norm / scale**2  # in place it would change the square of a single tensor
     if state.optimizer.rule.prepare is not None:
         state.optimizer.prepare(grads, norm, tokens_of(share, state.world), state.world)
     norm = state.statistics.guard(norm)
@@ -270,23 +282,30 @@ def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch
     return record
 
 
-def commit(
-    session: Session,
-    state: State,
-    fence: ApplyFence,
-    shape: CommitShape,
-    step: int,
-    record: torch.Tensor,
-    validated: Validated | None = None,
-) -> Outcome:
-    """Performs the one all-gather, and returns the outcome.
+def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, record: torch.Tensor, share: Share) -> Outcome:
+    """Performs the one all-gather, and returns the outcome.  The norms of the tensors come to the host in the same copy.
 
     Raises :class:`WorldBroken` or the collective's own error if it does not complete, and :class:`BadRecord` if a record is invalid.
     """
-    raw = state.world.to_host(state.sync.gather(record), given_up=lambda: fence.member.barred)
-    outcome = conclude(shape, step, raw.numpy().astype("<f8", copy=False).tobytes(), validated)
+    told = state.sync.gather(record)
+    if _watches(state) and share.squares is not None:
+        told = torch.cat((told, share.squares))
+    raw = state.world.to_host(told, given_up=lambda: fence.member.barred)
+    told, squares = raw.split((shape.world * shape.fields, len(raw) - shape.world * shape.fields))
+    outcome = conclude(shape, step, told.numpy().astype("<f8", copy=False).tobytes(), share.validated)
+    if len(squares):
+        outcome = _with_layers(state, outcome, squares)
     session.counters["collective"] = 2
     return outcome
+
+
+def _with_layers(state: State, outcome: Outcome, squares: torch.Tensor) -> Outcome:
+    """Returns the outcome with what it tells of layers, if it is to tell anything."""
+    due, scale = outcome.step % state.job.watch.every == 0, state.optimizer.loss_scale.value
+    if not due and outcome.finite:
+        return outcome
+    found = squares_of(state.layers, squares.tolist(), scale)
+    return replace(outcome, layers=recorded(found, due=due, finite=outcome.finite, scaled=scale != 1 and state.job.loss_scale == "dynamic"))
 
 
 def update(session: Session, state: State, outcome: Outcome) -> None:

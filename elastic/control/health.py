@@ -1,0 +1,152 @@
+"""Judges the training itself, from what commits tell: layers whose gradient is dead, vanishes or explodes, and a loss that stands still.
+
+Only commits that tell the norms of layers count: one in ``watch.every`` steps, and each step whose gradient is not finite.  What is known
+so far is a value, :class:`Health`, and each commit replaces it, so a coordinator that takes over goes on where the last one was.  A step
+that is computed again after a loss is not judged again.  Each warning is said once in a run for each condition and layer.
+
+The usual norm of a layer is known to a power of two, which moves by at most one in each commit.  So one wild step hardly moves it (as in
+the streaming median of Ma, Muthukrishnan and Sandler 2013), and in most commits nothing changes that the journal would have to tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from elastic.control.rules import WatchRule
+from elastic.protocol.commit_record import Outcome
+
+WINDOW = 20
+"""Number of recorded losses whose mean is compared.  With fewer, the error of the mean is not known well; with more, it is known late."""
+SIGMAS = 2.0
+"""The number of standard errors by which a mean must be lower than the best one, so that it counts as lower."""
+SHOWN = 12
+"""Largest number of layers that a sentence names one by one."""
+ADVICE: dict[str, str] = {
+    "dead": "the loss does not depend on it: look for a product with zero, a detach() or an activation that is zero everywhere; if that is "
+    "meant, freeze it with requires_grad = False",
+    "vanishing": "it hardly learns: put norms before the parts of a block (pre-norm), add residual connections, or change the "
+    "initialisation",
+    "exploding": "lower optim.lr, or lengthen schedule.warmup_steps; an earlier checkpoint may be the better one to go on from",
+}
+"""What a condition means, and what can be done."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What is known of the training so far."""
+
+    step: int = 0
+    """The newest step that was judged."""
+    records: int = 0
+    """Number of commits that told all layers."""
+    usual: dict[str, int] = field(default_factory=dict)
+    """The usual norm of each layer's gradient, as the exponent of a power of two."""
+    dead: dict[str, int] = field(default_factory=dict)
+    """The layers whose gradient is zero, and for how many commits in a row."""
+    vanishing: dict[str, int] = field(default_factory=dict)
+    """The layers whose gradient is far smaller than the largest, and for how many commits in a row."""
+    losses: tuple[float, ...] = ()
+    """The losses of the present window."""
+    best: tuple[float, float] | None = None
+    """The lowest mean loss of a window, and the square of its standard error."""
+    best_at: int = 0
+    """The value of ``records`` at the end of that window."""
+    said: tuple[str, ...] = ()
+    """The warnings that were said, as "condition layer"."""
+
+
+def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, list[str]]:
+    """Returns what is known after ``outcome``, and the new warnings."""
+    if not outcome.layers or outcome.step <= health.step:
+        return health, []
+    norms = outcome.layer_norms
+    if strange := [name for name, norm in norms.items() if not math.isfinite(norm)]:
+        return _with_strange(replace(health, step=outcome.step), outcome.step, strange[-1], norms[strange[-1]])
+    if not outcome.finite:
+        return health, []  # the statistics of a batch norm were not finite, which is no matter of a layer's gradient
+    largest = max(norms, key=norms.__getitem__)
+    dead = _counted(health.dead, (name for name, norm in norms.items() if norm == 0))
+    faint = _counted(health.vanishing, (name for name, norm in norms.items() if 0 < norm < rule.vanishing * norms[largest]))
+    usual = {name: _moved(health.usual.get(name), norm) for name, norm in norms.items() if norm or name in health.usual}
+    after = replace(health, step=outcome.step, records=health.records + 1, dead=dead, vanishing=faint, usual=_same(health.usual, usual))
+    lasts, found = f"in {rule.patience} records in a row, the last of step {outcome.step}", dict[str, tuple[list[str], str]]()
+    found["dead"] = [name for name, times in dead.items() if times >= rule.patience], f"is zero {lasts}"
+    found["vanishing"] = (
+        [name for name, times in faint.items() if times >= rule.patience],
+        f"is less than watch.vanishing = {rule.vanishing:g} of that of {largest}, {norms[largest]:.3g}, {lasts}",
+    )
+    found["exploding"] = (
+        [name for name, norm in norms.items() if health.records >= rule.patience and _explodes(health.usual.get(name), norm, rule)],
+        f"is more than watch.exploding = {rule.exploding:g} times its usual one at step {outcome.step}",
+    )
+    warnings = list[str]()
+    for condition, (layers, words) in found.items():
+        new = [name for name in layers if f"{condition} {name}" not in after.said]
+        if new:
+            after = replace(after, said=(*after.said, *(f"{condition} {name}" for name in new)))
+            warnings.append(f"the gradient of {_names(new, norms)} {words}: {ADVICE[condition]}")
+    return _with_loss(after, outcome, rule, warnings)
+
+
+def _with_strange(health: Health, step: int, layer: str, norm: float) -> tuple[Health, list[str]]:
+    key = f"not finite {layer}"
+    if key in health.said:
+        return health, []
+    sentence = (
+        f"the gradient of {layer} is not finite ({norm}) at step {step}, and no layer was before it in the backward pass: the step changes "
+        f"no weights; look there, and in the loss, for a division, a logarithm or an overflow, and at the samples of the step"
+    )
+    return replace(health, said=(*health.said, key)), [sentence]
+
+
+def _with_loss(health: Health, outcome: Outcome, rule: WatchRule, warnings: list[str]) -> tuple[Health, list[str]]:
+    """Adds the loss, and the warning if no window has had a lower mean for ``rule.stationary`` records."""
+    losses, best = (*health.losses, outcome.loss), health.best
+    if len(losses) < WINDOW:
+        return replace(health, losses=losses), warnings
+    mean = math.fsum(losses) / WINDOW
+    error = math.fsum((each - mean) ** 2 for each in losses) / (WINDOW - 1) / WINDOW
+    if best is None or mean < best[0] - SIGMAS * math.sqrt(error + best[1]):
+        return replace(health, losses=(), best=(mean, error), best_at=health.records), warnings
+    health, still = replace(health, losses=()), health.records - health.best_at
+    if not rule.stationary or still < rule.stationary or "stationary" in health.said:
+        return health, warnings
+    sentence = (
+        f"the loss has not become lower in {still} records, the last of step {outcome.step}: its mean over {WINDOW} of them is now "
+        f"{mean:.4g} and was at best {best[0]:.4g}; lower optim.lr, or end the run here; if the schedule lowers the rate later, that may "
+        f"be enough"
+    )
+    return replace(health, said=(*health.said, "stationary")), [*warnings, sentence]
+
+
+def _counted(before: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
+    return {name: before.get(name, 0) + 1 for name in names}
+
+
+def _moved(exponent: int | None, norm: float) -> int:
+    """Returns the exponent of the usual norm after ``norm``.  It stays while the norm is within a factor of two."""
+    if not norm:
+        assert exponent is not None
+        return exponent
+    if exponent is None:
+        return round(math.log2(norm))
+    distance = math.log2(norm) - exponent
+    return exponent + (distance > 1) - (distance < -1)
+
+
+def _same(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    return before if before == after else after
+
+
+def _explodes(exponent: int | None, norm: float, rule: WatchRule) -> bool:
+    return bool(rule.exploding) and exponent is not None and norm > rule.exploding * 2.0**exponent
+
+
+def _names(layers: list[str], norms: Mapping[str, float]) -> str:
+    """Returns ``layers.0 (1.2e-9) and layers.1 (3.4e-9)``; of many layers, the first few and the number of the others."""
+    shown = [f"{name} ({norms[name]:.3g})" for name in layers[:SHOWN]]
+    if len(layers) > SHOWN:
+        return f"{', '.join(shown)} and {len(layers) - SHOWN} other layers"
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]

@@ -224,8 +224,8 @@ class Watch(Part):
     exploding: Free[Annotated[Number, Field(ge=0)]] = 100.0
     """Multiple of its usual norm above which the gradient of a layer explodes.  0: never."""
     stationary: Free[Annotated[Whole, Field(ge=0)]] = 200
-    """Number of records without a lower mean loss until a warning says so.  Means are of 20 records, and a lower one is lower by more than
-    chance.  0: never.
+    """Number of records, in twenties, over which the loss must fall, or else a warning says so: by the line of least squares through the
+    means of twenty.  0: never.
     """
 
 

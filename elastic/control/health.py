@@ -18,9 +18,7 @@ from elastic.control.rules import WatchRule
 from elastic.protocol.commit_record import Outcome
 
 WINDOW = 20
-"""Number of recorded losses whose mean is compared.  With fewer, the error of the mean is not known well; with more, it is known late."""
-SIGMAS = 2.0
-"""The number of standard errors by which a mean must be lower than the best one, so that it counts as lower."""
+"""Number of recorded losses of which one mean is kept."""
 SHOWN = 12
 """Largest number of layers that a sentence names one by one."""
 ADVICE: dict[str, str] = {
@@ -49,10 +47,8 @@ class Health:
     """The layers whose gradient is far smaller than the largest, and for how many commits in a row."""
     losses: tuple[float, ...] = ()
     """The losses of the present window."""
-    best: tuple[float, float] | None = None
-    """The lowest mean loss of a window, and the square of its standard error."""
-    best_at: int = 0
-    """The value of ``records`` at the end of that window."""
+    means: tuple[float, ...] = ()
+    """The mean losses of the newest complete windows."""
     said: tuple[str, ...] = ()
     """The warnings that were said, as "condition layer"."""
 
@@ -62,10 +58,8 @@ def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, li
     if not outcome.layers or outcome.step <= health.step:
         return health, []
     norms = outcome.layer_norms
-    if strange := [name for name, norm in norms.items() if not math.isfinite(norm)]:
-        return _with_strange(replace(health, step=outcome.step), outcome.step, strange[-1], norms[strange[-1]])
     if not outcome.finite:
-        return health, []  # the statistics of a batch norm were not finite, which is no matter of a layer's gradient
+        return _with_strange(replace(health, step=outcome.step), outcome)
     largest = max(norms, key=norms.__getitem__)
     dead = _counted(health.dead, (name for name, norm in norms.items() if norm == 0))
     faint = _counted(health.vanishing, (name for name, norm in norms.items() if 0 < norm < rule.vanishing * norms[largest]))
@@ -90,33 +84,43 @@ def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, li
     return _with_loss(after, outcome, rule, warnings)
 
 
-def _with_strange(health: Health, step: int, layer: str, norm: float) -> tuple[Health, list[str]]:
-    key = f"not finite {layer}"
-    if key in health.said:
-        return health, []
-    sentence = (
-        f"the gradient of {layer} is not finite ({norm}) at step {step}, and no layer was before it in the backward pass: the step changes "
-        f"no weights; look there, and in the loss, for a division, a logarithm or an overflow, and at the samples of the step"
-    )
-    return replace(health, said=(*health.said, key)), [sentence]
+def _with_strange(health: Health, outcome: Outcome) -> tuple[Health, list[str]]:
+    ((layer, norm),) = outcome.layer_norms.items()
+    if math.isfinite(outcome.loss):
+        key = f"not finite {layer}"
+        sentence = (
+            f"the gradient of {layer} is not finite ({norm}) at step {outcome.step}, and no layer was so before it in the backward pass: "
+            f"the step changes no weights; look there for a division, a logarithm or an overflow"
+        )
+    else:
+        key = "not finite loss"
+        sentence = (
+            f"the loss is not finite ({outcome.loss}) at step {outcome.step}, so no gradient is: the step changes no weights; look at the "
+            f"samples of the step, and in the forward pass for a division, a logarithm or an overflow"
+        )
+    return (health, []) if key in health.said else (replace(health, said=(*health.said, key)), [sentence])
 
 
 def _with_loss(health: Health, outcome: Outcome, rule: WatchRule, warnings: list[str]) -> tuple[Health, list[str]]:
-    """Adds the loss, and the warning if no window has had a lower mean for ``rule.stationary`` records."""
-    losses, best = (*health.losses, outcome.loss), health.best
+    """Adds the loss, and the warning if the losses of the last ``rule.stationary`` records do not fall.
+
+    They do not if the line of least squares through their means does not: one lucky window, and one wild one, count for little there.
+    """
+    losses = (*health.losses, outcome.loss)
     if len(losses) < WINDOW:
         return replace(health, losses=losses), warnings
-    mean = math.fsum(losses) / WINDOW
-    error = math.fsum((each - mean) ** 2 for each in losses) / (WINDOW - 1) / WINDOW
-    if best is None or mean < best[0] - SIGMAS * math.sqrt(error + best[1]):
-        return replace(health, losses=(), best=(mean, error), best_at=health.records), warnings
-    health, still = replace(health, losses=()), health.records - health.best_at
-    if not rule.stationary or still < rule.stationary or "stationary" in health.said:
+    wanted = max(rule.stationary // WINDOW, 2)
+    means = (*health.means, math.fsum(losses) / WINDOW)[-wanted:]
+    health = replace(health, losses=(), means=means)
+    rise = math.fsum((place - (wanted - 1) / 2) * mean for place, mean in enumerate(means))
+    if not rule.stationary or len(means) < wanted or rise < 0 or "stationary" in health.said:
         return health, warnings
+    half = wanted // 2
+    before, now = (math.fsum(some) / half for some in (means[:half], means[-half:]))
     sentence = (
-        f"the loss has not become lower in {still} records, the last of step {outcome.step}: its mean over {WINDOW} of them is now "
-        f"{mean:.4g} and was at best {best[0]:.4g}; lower optim.lr, or end the run here; if the schedule lowers the rate later, that may "
-        f"be enough"
+        f"the loss has not become lower in {wanted * WINDOW} records, the last of step {outcome.step}: its mean was {before:.4g} in the "
+        f"first half of them and is {now:.4g} in the second; lower optim.lr, or end the run here; if the schedule lowers the rate later, "
+        f"that may be enough"
     )
     return replace(health, said=(*health.said, "stationary")), [*warnings, sentence]
 

@@ -21,7 +21,7 @@ class WatchRule:
     exploding: float = 100.0
     """A gradient with a norm above this multiple of its usual norm explodes; 0 means that none does."""
     stationary: int = 200
-    """Number of records without a lower mean loss until that is said; 0 means never."""
+    """Number of records over which the loss must fall, or else that is said; 0 means never."""
 
 
 @dataclass(frozen=True)

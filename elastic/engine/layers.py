@@ -7,7 +7,8 @@ commit records, in the same copy, so nothing is launched, sent or waited for bec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -17,36 +18,49 @@ LayerSquares = tuple[tuple[str, float], ...]
 """The squared norm of the summed gradient of each layer, by the layer's name, in the order of the model."""
 
 
-def layers_of(model: nn.Module, trained: Iterable[str]) -> dict[str, list[int]]:
-    """Returns, for each layer of ``model``, the places of its tensors in ``trained``, which has the names of the trained parameters.
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model.
 
-    A layer is a block of the model, or a module outside of the blocks that has parameters of its own; its name is the path of the module.
+    A layer is a block, or a module outside of the blocks that has trained parameters of its own; its name is the path of the module.
     """
-    blocks, found = frozenset(sharding_table(model).blocks), dict[str, list[int]]()
-    for place, name in enumerate(trained):
-        found.setdefault(_layer_of(name, blocks), []).append(place)
-    return found
+
+    places: dict[str, list[int]]
+    """The places of each layer's tensors in the gradient."""
+    blocks: tuple[str, ...]
+    """The names of the blocks that are trained, in the order in which the model runs them."""
+
+    @staticmethod
+    def of(model: nn.Module) -> Layers:
+        table, places = sharding_table(model), dict[str, list[int]]()
+        trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        for place, name in enumerate(trained):
+            places.setdefault(_layer_of(name, frozenset(table.blocks)), []).append(place)
+        return Layers(places, tuple(block for block in table.blocks if block in places))
+
+    def recorded(self, squares: Sequence[float], scale: float, *, finite: bool) -> LayerSquares:
+        """Returns what a commit tells of the layers: all of them, or, if the step is not ``finite``, only the one in which that began.
+
+        ``squares`` are those of the tensors of the gradient of a loss that was multiplied by ``scale``.
+        """
+        found = {name: math.fsum(squares[place] for place in places) / scale**2 for name, places in self.places.items()}
+        if finite:
+            return tuple(found.items())
+        first = self._first(name for name, square in found.items() if not math.isfinite(square))
+        return ((first, found[first]),) if first else ()
+
+    def _first(self, strange: Iterable[str]) -> str:
+        """Returns which of the layers that are not finite was so first; "" if there is none.
+
+        The backward pass goes through the blocks from the last to the first, and what is not finite stays so.  If all blocks are strange,
+        the first may be a layer behind them, which is the last one of the model if its layers are declared in the order of their use.
+        """
+        names = tuple(strange)
+        blocks = [block for block in self.blocks if block in names]
+        return (blocks if blocks and blocks[-1] != self.blocks[-1] else [*names] or [""])[-1]
 
 
 def _layer_of(parameter: str, blocks: frozenset[str]) -> str:
     words = parameter.split(".")
     paths = (".".join(words[:length]) for length in range(1, len(words)))
     return next((path for path in paths if path in blocks), ".".join(words[:-1]) or parameter)
-
-
-def squares_of(layers: Mapping[str, Sequence[int]], squares: Sequence[float], scale: float) -> LayerSquares:
-    """Returns the squared norm of each layer.  ``squares`` are those of the tensors of a loss that was multiplied by ``scale``."""
-    return tuple((name, math.fsum(squares[place] for place in places) / scale**2) for name, places in layers.items())
-
-
-def recorded(squares: LayerSquares, *, due: bool, finite: bool, scaled: bool) -> LayerSquares:
-    """Returns the part of ``squares`` that a commit tells: all if it is ``due``, and otherwise nothing, unless the step is not ``finite``.
-
-    Then it is the layer in which that began.  The backward pass goes from the last layer to the first, and what is not finite stays so; so
-    this is the last one.  A ``scaled`` loss that overflows is usual and tells nothing: its scale becomes smaller.
-    """
-    if not finite and scaled:
-        return ()
-    if due:
-        return squares
-    return () if finite else tuple(each for each in squares if not math.isfinite(each[1]))[-1:]

@@ -182,7 +182,8 @@ class Outcome:
     validated: Validated | None = None
     layers: tuple[tuple[str, float], ...] = field(default=(), compare=False)
     """The squared norm of the summed gradient of each layer, by name, in the order of the model.  It is empty in most steps (``[watch]``).
-    Members compute it each for itself, with the same bits if the job is reproducible.
+    If the step is not ``finite``, there is only the layer in which that began.  Members compute it each for itself, with the same bits if
+    the job is reproducible.
     """
 
     @property

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic.engine.axes.whole import Whole
-from elastic.engine.layers import layers_of
+from elastic.engine.layers import Layers
 from elastic.engine.optim.base import Optimizer, Part, Rule
 from elastic.engine.parallelize import matrices_of, parallelize
 from elastic.engine.world import World
@@ -136,8 +136,7 @@ class State:
         self.rows, matrices = {name: shape[0] for name, shape in shapes.items()}, matrices_of(blueprint)
         decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
         self.job, self.world = job, world
-        self.layers = layers_of(blueprint, (name for name, parameter in blueprint.named_parameters() if parameter.requires_grad))
-        """The layers, each with the places of its tensors in the gradient."""
+        self.layers = Layers.of(blueprint)
         self.arithmetic = Arithmetic(blueprint, world, job.precision)
         self.model, self.parameters, self.sync, self.statistics = parallelize(blueprint, world, job)
         places = ((name, *name.rpartition(".")[::2]) for name, _ in self.model.named_buffers())

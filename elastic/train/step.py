@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
-from elastic.engine.layers import recorded, squares_of
 from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.world import TO_HOST, World
@@ -300,12 +299,15 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
 
 
 def _with_layers(state: State, outcome: Outcome, squares: torch.Tensor) -> Outcome:
-    """Returns the outcome with what it tells of layers, if it is to tell anything."""
-    due, scale = outcome.step % state.job.watch.every == 0, state.optimizer.loss_scale.value
-    if not due and outcome.finite:
+    """Returns the outcome with what it tells of layers, if it is to tell anything.
+
+    A dynamic scale of the loss becomes smaller where the gradient overflows, so that is no matter of a layer.
+    """
+    scale, every = state.optimizer.loss_scale.value, state.job.watch.every
+    usual = not outcome.finite and scale != 1 and state.job.loss_scale == "dynamic"
+    if usual or (outcome.finite and outcome.step % every):
         return outcome
-    found = squares_of(state.layers, squares.tolist(), scale)
-    return replace(outcome, layers=recorded(found, due=due, finite=outcome.finite, scaled=scale != 1 and state.job.loss_scale == "dynamic"))
+    return replace(outcome, layers=state.layers.recorded(squares.tolist(), scale, finite=outcome.finite))
 
 
 def update(session: Session, state: State, outcome: Outcome) -> None:

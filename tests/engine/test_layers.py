@@ -1,0 +1,272 @@
+"""The norms of the gradients of single layers: plain torch is the judge, and what is wrong with a layer is said with its name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic.control import codec
+from elastic.engine.loss import next_token
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.models import gpt2
+from elastic.plan.layout import Layout
+from elastic.protocol.commit_record import Outcome
+from elastic.protocol.events import StepDone
+from elastic.report.metrics import metrics
+from elastic.report.replay import tell
+from elastic.report.story import Line, Sentence, StepLine
+from elastic.train.local import run_local
+from elastic.train.model import builder_of
+from tests.control.play import stepping
+from tests.support.ranks import Ranks
+from tests.support.segments import member, train
+from tests.support.toys import Own, toy_job
+
+FREE_OF_DROPOUT = {"vocab": 29, "dim": 32, "layers": 3, "heads": 2}
+
+
+class Amplified(torch.autograd.Function):
+    """Multiplies the gradient, and leaves the value as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+class Ailing(Own):
+    """A model in which something is wrong with ``layers.1``: from microbatch ``since`` on, its gradient is multiplied by ``factor``.
+
+    With ``alone``, the layers before it do not see that.
+    """
+
+    def __init__(self, factor: float | str, since: int = 0, alone: bool = True) -> None:
+        super().__init__()
+        self.factor, self.since, self.alone, self.seen = float(factor), since, alone, 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        x = x + self.mix(x)
+        for number, layer in enumerate(self.layers):
+            ill = number == 1 and self.seen >= self.since
+            x = x + Amplified.apply(layer(x.detach() if self.alone else x), self.factor if ill else 1.0)
+        self.seen += 1
+        return self.head(x)
+
+
+def ailing(**args: Any) -> nn.Module:
+    return Ailing(**args)
+
+
+def multiplied_by_zero() -> nn.Module:
+    """A model whose ``layers.1`` counts for nothing."""
+
+    class Idle(Own):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens) * self.scale
+            for number, layer in enumerate(self.layers):
+                x = x + layer(x) * (number != 1)
+            return self.head(x + self.mix(x))
+
+    return Idle()
+
+
+def told(folder: Path, **changes: Any) -> list[Line]:
+    """Trains with one worker in this process, and returns the lines of its story."""
+    lines = list[Line]()
+    assert run_local(toy_job(folder, **{"steps": 6, **changes}), lines.append)[0] == "Finished"
+    return lines
+
+
+def warnings_of(lines: list[Line]) -> dict[int, str]:
+    """Returns what was said of gradients and the loss, by the step after which it was said."""
+    found, step = dict[int, str](), 0
+    for line in lines:
+        step = line.step if isinstance(line, StepLine) else step
+        if isinstance(line, Sentence) and line.text.startswith(("the gradient of", "the loss")):
+            assert step not in found
+            found[step] = line.text
+    return found
+
+
+# ---- the norms
+
+
+def of_plain_torch(world: World, job: Job) -> tuple[Outcome, dict[str, float], dict[str, float]]:
+    """Returns the outcome of the first step, and the norms of the mean gradient by plain torch in float32: by layer, and by tensor."""
+    with member(world, job, Version(0, 0)) as me:
+        model = builder_of(job)(**job.model_args)
+        model.load_state_dict(
+            {name: value.clone() for (kind, name), value in me.state.shard.values.items() if kind == "parameter"}, strict=False
+        )
+        total, terms = torch.zeros(()), 0
+        for number in range(job.microbatches):
+            loss, count = next_token(model, me.session.loader.read(me.session.cursor.microbatch_ids(1, number, job.microbatch)))
+            total, terms = total + loss, terms + int(count)
+        (total / terms).backward()
+        layers = {
+            name: list(module.parameters()) for name, module in model.named_modules() if name.startswith("layers.") and name.count(".") == 1
+        }
+        inside = {parameter for parameters in layers.values() for parameter in parameters}
+        layers |= {name: [p] for name, p in ((name.removesuffix(".weight"), p) for name, p in model.named_parameters() if p not in inside)}
+        norms = {name: torch.nn.utils.get_total_norm([p.grad.double() for p in parameters]).item() for name, parameters in layers.items()}
+        return me.step(), norms, {name: p.grad.norm().item() for name, p in model.named_parameters()}
+
+
+def test_a13_the_norms_are_those_of_plain_torch(tmp_path: Path) -> None:
+    """A13, first half.  The control: another block has another norm by far more than the tolerance, as has a part of the block."""
+    job = toy_job(tmp_path, model_args=FREE_OF_DROPOUT, watch={"every": 1})
+    world = World.alone(torch.device("cpu"), generation=1)
+    try:
+        outcome, layers, tensors = of_plain_torch(world, job)
+    finally:
+        world.close()
+    assert set(outcome.layer_norms) == set(layers) and {"layers.0", "layers.1", "layers.2", "embedding"} <= set(layers)
+    assert outcome.layer_norms == pytest.approx(layers, rel=1e-5)
+    assert sum(norm**2 for norm in outcome.layer_norms.values()) == pytest.approx(outcome.norm**2, rel=1e-12)
+    assert metrics(outcome) | {"norm/layers.1": outcome.layer_norms["layers.1"], "loss": outcome.loss} == metrics(outcome)
+    assert layers["layers.0"] != pytest.approx(layers["layers.1"], rel=1e-3)
+    assert all(layers["layers.0"] != pytest.approx(norm, rel=1e-3) for norm in tensors.values())
+
+
+LAYOUTS = [(Layout(2, 1), 0), (Layout(1, 2), 2), (Layout(1, 2), 3), (Layout(1, 3), 3), (Layout(2, 2), "auto")]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    """The steps of one worker."""
+    return train(ranks, toy_job(tmp_path_factory.mktemp("alone"), watch={"every": 2}), Layout(1, 1), 4).outcomes
+
+
+@pytest.mark.parametrize(("layout", "zero"), LAYOUTS, ids=str)
+def test_a13_the_bits_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path, alone: list[Outcome], layout: Layout, zero: Any) -> None:
+    """A13: every member tells the same bits as one worker, in each second step."""
+    found = train(ranks, toy_job(tmp_path, watch={"every": 2}, parallel={"zero": zero}), layout, 4)
+    assert [len(each.layers) > 4 for each in alone] == [False, True, False, True]
+    assert alone[1].layers != alone[3].layers
+    for part in found.parts:
+        assert [each.layers for each in part.outcomes] == [each.layers for each in alone]
+
+
+def test_the_sum_of_the_library_gives_other_bits(ranks: Ranks, tmp_path: Path, alone: list[Outcome]) -> None:
+    """The control of the equal bits: they come from the ordered reduction.  The norms are near all the same."""
+    found = train(ranks, toy_job(tmp_path, watch={"every": 2}, reproducible=False), Layout(1, 2), 2).outcomes[1]
+    assert found.layers != alone[1].layers
+    assert found.layer_norms == pytest.approx(alone[1].layer_norms, rel=1e-4)
+
+
+def bare(outcomes: list[Outcome]) -> list[Outcome]:
+    return [replace(each, generation=0) for each in outcomes]
+
+
+def test_nothing_is_told_without_the_setting(ranks: Ranks, tmp_path: Path, alone: list[Outcome]) -> None:
+    """The steps and the state are the same."""
+    settings = {"every": 0}, {"every": 2}
+    without, with_ = (train(ranks, toy_job(tmp_path / str(n), watch=each), Layout(1, 2), 4) for n, each in enumerate(settings))
+    assert without.hash == with_.hash and bare(without.outcomes) == bare(with_.outcomes) == bare(alone)
+    assert not any(each.layers for each in without.outcomes)
+
+
+# ---- what is said
+
+
+def test_a13_a_layer_without_a_gradient_is_named_within_the_patience(tmp_path: Path) -> None:
+    """A13, second half: its output is multiplied by zero, and three records later that is said once.  The control: a healthy model."""
+    watch = {"every": 1, "patience": 3}
+    own = {"model_args": {}, "watch": watch}
+    found = warnings_of(told(tmp_path / "idle", model="tests.engine.test_layers:multiplied_by_zero", **own))
+    assert [*found] == [3]
+    assert found[3].startswith(
+        "the gradient of layers.1 (0) is zero in 3 records in a row, the last of step 3: the loss does not depend on it"
+    )
+    assert warnings_of(told(tmp_path / "own", model="tests.support.toys:own", **own)) == {}
+
+
+@pytest.mark.parametrize(
+    ("args", "step", "says"),
+    [
+        (
+            {"factor": 1e-8},
+            3,
+            r"the gradient of layers\.1 \(\d\S+\) is less than watch.vanishing = 1e-06 of that of \w+, .* 3 records in a row",
+        ),
+        (
+            {"factor": 1e4, "since": 8 * 4},
+            5,
+            r"the gradient of layers\.1 \(\S+\) is more than watch.exploding = 100 times its usual one at step 5",
+        ),
+        (
+            {"factor": "nan", "since": 8 * 4 + 3},
+            5,
+            r"the gradient of layers\.1 is not finite \(nan\) at step 5, and no layer was so before",
+        ),
+        ({"factor": "nan", "since": 8 * 4, "alone": False}, 5, r"the gradient of layers\.1 is not finite \(nan\) at step 5"),
+        ({"factor": 1.0}, 0, ""),
+    ],
+    ids=str,
+)
+def test_a13_what_is_wrong_with_a_layer_is_said_once(tmp_path: Path, args: dict[str, Any], step: int, says: str) -> None:
+    """A13.  What is not finite is told although no record is due, and the step in which it began is skipped.  The last is the control."""
+    watch = {"every": 100 if args["factor"] == "nan" else 1, "patience": 3}
+    found = warnings_of(told(tmp_path, model="tests.engine.test_layers:ailing", model_args=args, watch=watch))
+    assert [*found] == ([step] if step else [])
+    if step:
+        assert re.match(says, found[step]), found
+
+
+# ---- depth
+
+
+def deep(norm: str, layers: int) -> nn.Module:
+    """A deep model at Xavier's initialisation."""
+    model = gpt2.build(vocab=29, dim=32, layers=layers, heads=4, length=16, norm=norm)
+    plain = model.init_weights
+
+    def init_weights() -> None:
+        plain()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and name.startswith("layers."):
+                nn.init.xavier_normal_(parameter)
+
+    model.init_weights = init_weights
+    return model
+
+
+def profile(folder: Path, norm: str) -> tuple[float, str]:
+    """Returns the norm of the second to fifth blocks over that of the last four, in the first step, and what a replay shows of the step."""
+    job = toy_job(folder, model="tests.engine.test_layers:deep", model_args={"norm": norm, "layers": 24}, watch={"every": 1})
+    world = World.alone(torch.device("cpu"), generation=1)
+    try:
+        with member(world, job, Version(0, 0)) as me:
+            outcome = me.step()
+    finally:
+        world.close()
+    play = stepping(1)
+    begun, before, event = codec.snapshot(play.run), play.run, StepDone(play.plan.members[0], 1, outcome)
+    play.tell(event)
+    (_, line) = tell([(begun, [codec.record(1, 0.0, event, before, play.last)])], layers=True)
+    blocks = [outcome.layer_norms[f"layers.{number}"] for number in range(24)]
+    return sum(blocks[1:5]) / sum(blocks[-4:]), line.strip()
+
+
+def test_a9_the_log_of_deep_runs_shows_what_the_place_of_norms_does(tmp_path: Path) -> None:
+    """A9: with norms before the parts, the gradient becomes smaller the deeper the block; with norms after the sums it hardly does (Xiong
+    and others 2020).  Each is the other's control.
+    """
+    falls, said = profile(tmp_path / "pre", "pre")
+    stays, _ = profile(tmp_path / "post", "post")
+    assert falls > 3 and 1 / 1.5 < stays < 1.5
+    assert said.startswith("norms of step 1: embedding ") and said.count("layers.") == 24
+    assert [each.split()[0] for each in said.split(": ")[1].split(", ")][-2:] == ["layers.23", "norm"]

@@ -28,12 +28,12 @@ ADVICE: dict[str, str] = {
     "initialisation",
     "exploding": "lower optim.lr, or lengthen schedule.warmup_steps; an earlier checkpoint may be the better one to go on from",
 }
-"""What a condition means, and what can be done."""
+"""The meaning of each condition, and what can be done."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """What is known of the training so far."""
+    """The knowledge of the training so far."""
 
     step: int = 0
     """The newest step that was judged."""

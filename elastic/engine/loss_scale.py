@@ -42,6 +42,11 @@ class LossScale:
         """The number by which the loss of the next step is multiplied."""
         return float(self._scalars["loss_scale"]) or FIRST if self._setting == "dynamic" else float(self._setting)
 
+    @property
+    def shrinks(self) -> bool:
+        """True if a gradient that is not finite makes the scale smaller, so that it need not mean anything."""
+        return self._setting == "dynamic" and self.value > LEAST
+
     def after(self, *, finite: bool) -> None:
         """Notes that a step is committed, and whether its gradient was finite."""
         if self._setting != "dynamic":

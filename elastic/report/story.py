@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 from elastic.ids import WorkerId
@@ -45,6 +45,8 @@ class StepLine:
     mfu: float = 0.0
     causal_mfu: float = 0.0
     """The model FLOPs utilisation without the half of attention that a causal mask leaves out.  Both are 0 if they are not known."""
+    layers: Mapping[str, float] = field(default_factory=dict)
+    """The norm of the gradient of each layer, in the steps that record them."""
 
 
 Line = Sentence | StepLine
@@ -104,6 +106,7 @@ class Story:
                 usage.peak_bytes,
                 alone.mfu,
                 alone.causal_mfu,
+                outcome.layer_norms,
             )
         )
 

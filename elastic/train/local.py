@@ -106,7 +106,7 @@ class _Local:
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
         self.apply_fence = ApplyFence(Member(WORKER))
         self.story = Story(run.job.steps)
-        self.health = Health()
+        self.health, self.watched = Health(), run.job.rules().watch
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
     def train(self) -> tuple[str, str, int]:
@@ -180,7 +180,7 @@ class _Local:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
         self.story.step(time.time(), outcome, (WORKER,), learning_rate_of(self.session.job, outcome.step), work)
         self.show(self.story.lines[-1])
-        self.health, warnings = judge(self.health, outcome, self.run.job.rules().watch)
+        self.health, warnings = judge(self.health, outcome, self.watched)
         for each in warnings:
             self.show_sentence(each)
 

@@ -299,15 +299,11 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
 
 
 def _with_layers(state: State, outcome: Outcome, squares: torch.Tensor) -> Outcome:
-    """Returns the outcome with what it tells of layers, if it is to tell anything.
-
-    A dynamic scale of the loss becomes smaller where the gradient overflows, so that is no matter of a layer.
-    """
-    scale, every = state.optimizer.loss_scale.value, state.job.watch.every
-    usual = not outcome.finite and scale != 1 and state.job.loss_scale == "dynamic"
-    if usual or (outcome.finite and outcome.step % every):
+    """Returns the outcome with what it tells of layers, if it is to tell anything."""
+    scale = state.optimizer.loss_scale
+    if outcome.step % state.job.watch.every if outcome.finite else scale.shrinks:
         return outcome
-    return replace(outcome, layers=state.layers.recorded(squares.tolist(), scale, finite=outcome.finite))
+    return replace(outcome, layers=state.layers.recorded(squares.tolist(), scale.value, finite=outcome.finite))
 
 
 def update(session: Session, state: State, outcome: Outcome) -> None:

@@ -16,7 +16,7 @@ from actors.launch import launch
 from elastic.engine.optim.base import RULES
 from elastic.plan.memory import USABLE
 from elastic.protocol.lineage import tip
-from elastic.report.story import Sentence
+from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs import Run
 from elastic.train.local import run_local
 from elastic.train.model import build_model, builder_of
@@ -90,12 +90,34 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
     ids=str,
 )
 def test_a_kill_costs_no_bits_whatever_the_engine_does(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """A10, E3, E5: the only worker that holds a shard is killed while the batch grows, or under another setting of the engine."""
+    """A9, A10, E3, E5: the only worker that holds a shard is killed while the batch grows, or under another setting of the engine."""
     settings = {"steps": 16, "parallel": {"dp_replicate": 1}, **changes}
     expected = alone(toy_job(tmp_path / "alone", name="local", **settings))
     chaos = trial(toy_job(tmp_path / "killed", **settings, faults=[{"point": "backward", "step": 6, "world_rank": 1}]))
     assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
     assert len(chaos.witness.killed()) == 1 and chaos.losses[-1] < chaos.losses[0]
+    assert_nothing_left(chaos)
+
+
+@pytest.mark.full
+def test_a13_a_kill_and_another_world_change_no_warning(tmp_path: Path) -> None:
+    """A13: the only worker that holds a shard is killed between two records of a layer that has no gradient; one warning comes, the same
+    as from one worker, and the norms of all records have the same bits.
+    """
+    model = {"model": "tests.engine.test_layers:multiplied_by_zero", "model_args": {}}
+    settings = {"steps": 16, **model, "watch": {"every": 2, "patience": 5}, "parallel": {"dp_replicate": 1}}
+    lines = list[Line]()
+    run_local(toy_job(tmp_path / "alone", name="local", **settings), lines.append)
+    (expected,) = (line.text for line in lines if isinstance(line, Sentence) and "the gradient of" in line.text)
+    assert expected.startswith("the gradient of layers.1 (0) is zero in 5 records in a row, the last of step 10: ")
+    chaos = trial(toy_job(tmp_path / "killed", **settings, faults=[{"point": "backward", "step": 7, "world_rank": 1}]))
+    assert chaos.result.state == "Finished" and len(chaos.witness.killed()) == 1
+    assert {outcome.generation for outcome in chaos.ledger.values()} == {1, 2}
+    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "the gradient of" in line.text]
+    assert len(told) == 1 and told[0].count("the gradient of") == 1 and expected in told[0]
+    steps = {line.step: line.layers for line in lines if isinstance(line, StepLine)}
+    assert {step: outcome.layer_norms for step, outcome in chaos.ledger.items()} == steps
+    assert [step for step, norms in steps.items() if norms] == [2, 4, 6, 8, 10, 12, 14, 16]
     assert_nothing_left(chaos)
 
 

@@ -1,4 +1,4 @@
-"""What is said of gradients and the loss is a function of the records: the same after a takeover, a change of worlds and a replay."""
+"""The warnings about gradients and the loss are a function of the records: the same after a takeover, a change of worlds and a replay."""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ def alone(job: Job, steps: int, **changes: Any) -> Told:
     ids=["one worker", "four workers", "other weights"],
 )
 def test_statistics_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path, layout: Layout, nodes: str, wrong: bool) -> None:
-    """The judge runs the microbatches one after the other through torch's own modules.  The control: weights in another order."""
+    """A9: the judge runs the microbatches one after the other, as on one device, through torch's own modules.  The control: weights in
+    another order.
+    """
     job = job_of(
         tmp_path,
         model=f"{HERE}:double",
@@ -133,7 +135,7 @@ def hash_alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(("first", "then"), [(Layout(1, 2), Layout(3, 1)), (Layout(2, 2), Layout(1, 1))], ids=str)
 def test_the_bits_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path, hash_alone: str, first: Layout, then: Layout) -> None:
-    """U6, promises 1 and 4: stopped while the batch grows and resumed in another layout, some of whose ranks idle.
+    """A9, U6, promises 1 and 4: stopped while the batch grows and resumed in another layout, some of whose ranks idle.
 
     Blocks are computed again.  The next test is the control.
     """

@@ -57,7 +57,7 @@ class Ailing(Own):
         self.factor, self.since, self.alone, self.seen = float(factor), since, alone, 0
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) * self.scale
+        x = self.embed(tokens)
         x = x + self.mix(x)
         for number, layer in enumerate(self.layers):
             ill = number == 1 and self.seen >= self.since
@@ -224,6 +224,25 @@ def test_a13_what_is_wrong_with_a_layer_is_said_once(tmp_path: Path, args: dict[
     assert [*found] == ([step] if step else [])
     if step:
         assert re.match(says, found[step]), found
+
+
+def test_a_scaled_loss_has_the_norms_of_any_other(tmp_path: Path) -> None:
+    """The scale of fp16 is taken out."""
+    settings: Any = {"model_args": FREE_OF_DROPOUT, "watch": {"every": 2}, "steps": 2}
+    changes = {}, {"precision": "fp16", "loss_scale": 64.0}
+    runs = [told(tmp_path / str(number), **settings, **each) for number, each in enumerate(changes)]
+    plain, scaled = ([line.layers for line in lines if isinstance(line, StepLine)] for lines in runs)
+    assert len(scaled[1]) > 4 and scaled[1] == pytest.approx(plain[1], rel=0.02)
+
+
+def test_a_dynamic_scale_that_is_too_large_is_no_matter_of_a_layer(tmp_path: Path) -> None:
+    """Its steps are skipped and tell nothing.  The control: a scale of the user's own, which stays as it is."""
+    ill = {"model": "tests.engine.test_layers:ailing", "model_args": {"factor": 1e4, "alone": False}, "precision": "fp16"}
+    lines = told(tmp_path / "dynamic", **ill, watch={"every": 1})
+    assert not next(line.layers for line in lines if isinstance(line, StepLine))
+    assert not any("finite" in text for text in warnings_of(lines).values())
+    found = warnings_of(told(tmp_path / "fixed", **ill, loss_scale=1024.0, watch={"every": 1}))
+    assert [*found] == [1] and found[1].startswith("the gradient of layers.1 is not finite")
 
 
 # ---- depth

@@ -42,7 +42,7 @@ def torchs(model: nn.Module, first: bool) -> nn.TransformerEncoder:
 @pytest.mark.fast
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_the_layers_are_torchs(norm: str) -> None:
-    """Logits and gradients agree in float64.  The control: the same weights with norms in the other places."""
+    """A9: logits and gradients agree in float64.  The control: the same weights with norms in the other places."""
     torch.manual_seed(3)
     model = gpt2.build(**ARGS, norm=norm).double()
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_another_place_is_refused() -> None:
 
 
 def test_post_norm_trains_with_the_same_bits_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """Promise 1; and it learns."""
+    """A9, promise 1; and it learns."""
     job = {"model": "elastic.models.gpt2:build", "model_args": {**ARGS, "norm": "post"}, "steps": 8}
     runs = [train(ranks, toy_job(tmp_path / str(n), **job), layout, 8) for n, layout in enumerate((Layout(1, 1), Layout(1, 2)))]
     assert runs[0].hash == runs[1].hash

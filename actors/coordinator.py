@@ -103,6 +103,8 @@ class View:
     """The steps from one copy in host memory to the next, and from one copy at the buddies to the next; 0 means no copies."""
     speed: str
     """The speed of the steps since this coordinator began, in words; "" before the first one."""
+    warned: tuple[str, ...] = ()
+    """The warnings about gradients and the loss that were said in this run: "dead layers.3"."""
 
 
 @dataclass(frozen=True)
@@ -327,6 +329,7 @@ class Coordinator:
             unbuddied_since=copy_inventory.unbuddied_since(state),
             paces=copy_inventory.paces(state),
             speed=str(self.story.speed),
+            warned=state.health.said,
         )
 
     # ---- the loop

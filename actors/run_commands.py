@@ -24,6 +24,8 @@ from storage.objects import ObjectStore
 
 ANSWER_S = 15.0
 """Seconds in which a coordinator must answer before it counts as one that may be dead."""
+SHOWN_WARNINGS = 6
+"""Largest number of warnings about gradients that a line names."""
 CLEAR_S = 30.0
 """Seconds that a node may take to end the processes of a run and remove what they left."""
 
@@ -152,7 +154,9 @@ def _stands(view: View) -> str:
     workers = ", ".join(f"{worker}@{node[:6]}" for worker, node in sorted(view.workers.items()))
     open_ = "" if view.unprotected_since is None else f"; unprotected since step {view.unprotected_since}"
     alone = "" if view.unbuddied_since is None else f"; no copy on another node since step {view.unbuddied_since}"
-    return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}{alone}"
+    more = f" and {len(view.warned) - SHOWN_WARNINGS} more" if len(view.warned) > SHOWN_WARNINGS else ""
+    warned = f"; warned of: {', '.join(view.warned[:SHOWN_WARNINGS])}{more}" if view.warned else ""
+    return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}{alone}{warned}"
 
 
 def _copies(view: View) -> str:

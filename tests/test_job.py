@@ -29,7 +29,7 @@ from elastic.config.sections import (
     Workers,
 )
 from elastic.config.settings import leaves, nearest
-from elastic.control.rules import Rules
+from elastic.control.rules import Rules, WatchRule
 from elastic.errors import JobError
 from elastic.job import Job
 from tests.support.job_file import to_toml
@@ -472,6 +472,8 @@ def test_rules_are_the_jobs() -> None:
     assert isinstance(rules, Rules)
     assert (rules.min_workers, rules.max_workers, rules.target_step, rules.save_every) == (2, 3, 9, 50)
     assert (rules.stall_s, rules.lease_s, rules.reproducible) == (7, 120, False)
+    assert job(watch={"patience": 2, "vanishing": 0.1, "exploding": 9, "stationary": 40}).rules().watch == WatchRule(2, 0.1, 9, 40)
+    assert rules.watch == WatchRule()
     assert (rules.layout.dp_shard, rules.layout.min_shard, rules.layout.use) == (None, 2, "all")
 
 

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from actors import cluster
+from actors import cluster, run_commands
 from actors.cli import main
+from actors.coordinator import View
 from actors.launch import attach, reap, start
 from actors.processes import clear, log_folder
 from elastic.job import Job
@@ -30,6 +32,16 @@ from tests.support.processes import Watched
 from tests.support.toys import toy_job
 
 Shown = pytest.CaptureFixture[str]
+
+
+@pytest.mark.fast
+def test_a13_a_status_names_the_layers_that_were_warned_of() -> None:
+    """A13.  Many are counted; none, the control, take no place."""
+    view = View("Running", "", "t", 1, 1, 1, 9, 10, {}, 0, [], "", False, "", None, None, (0, 0), "")
+    assert run_commands._stands(view).endswith("workers none")
+    assert run_commands._stands(replace(view, warned=("dead layers.1", "stationary"))).endswith("; warned of: dead layers.1, stationary")
+    many = replace(view, warned=tuple(f"dead layers.{number}" for number in range(80)))
+    assert run_commands._stands(many).endswith(", dead layers.5 and 74 more")
 
 
 def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:

@@ -60,3 +60,18 @@ def test_layouts_have_the_same_bits(gpus: Ranks, tmp_path: Path, changes: dict[s
     assert train(gpus, moved, Layout(1, 2), STEPS, half.version).hash == one.hash
     assert train(gpus, toy_job(tmp_path / "other", seed=1, **settings), Layout(1, 1), STEPS).hash != one.hash
     assert one.outcomes[-1].loss < one.outcomes[0].loss
+
+
+def test_a13_the_norms_of_layers_have_the_same_bits(gpus: Ranks, tmp_path: Path) -> None:
+    """A13: on every member of two layouts, in each step; they are those of which the global norm is made.  The control: another seed."""
+
+    def of(name: str, layout: Layout, **changes: Any) -> list[list[Any]]:
+        job = toy_job(tmp_path / name, precision="bf16", workers={"gpus": 1}, model_args=MODEL, watch={"every": 1}, **changes)
+        parts = train(gpus, job, layout, 2).parts
+        for outcome in parts[0].outcomes:
+            assert sum(norm**2 for norm in outcome.layer_norms.values()) == pytest.approx(outcome.norm**2, rel=1e-12)
+        return [[outcome.layers for outcome in part.outcomes] for part in parts]
+
+    (one,) = of("one", Layout(1, 1))
+    assert len(one[0]) > 3 and of("shards", Layout(1, 2)) == of("replicas", Layout(2, 1)) == [one, one]
+    assert of("other", Layout(1, 1), seed=1) != [one]

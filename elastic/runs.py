@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -255,10 +255,12 @@ class Run:
             good = {each.version for each in (*known, *recent) if each.good}
             return RunState.begin(incarnation, now, tuple(good), manifest.lineage, max(generation, newest.generation), next_worker)
 
-        found = state(self.checkpoints.recent(lambda found: bool(state(found).history.saved)))
-        scores = {"validated": last.history.validated, "best": last.history.best} if last is not None else {}
+        found = state(self.checkpoints.recent(lambda recent: bool(state(recent).history.saved)))
+        if last is None:
+            return found
+        scores = {"validated": last.history.validated, "best": last.history.best}
         kept = {name: each for name, each in scores.items() if each is not None and found.history.contains(each.version)}
-        return evolve(found, history=evolve(found.history, **kept))
+        return evolve(found, history=evolve(found.history, **kept), health=last.health)  # these are of the run, whoever owns it
 
     def _last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""

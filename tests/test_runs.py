@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic.control import codec
+from elastic.control.health import Health
 from elastic.control.run import Failed, Finished, RunState, State, Stopped
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
@@ -17,7 +18,7 @@ from elastic.ids import Version, WorkerId
 from elastic.job import NUMERICS, Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Replica
-from elastic.protocol.events import Recovered, Tick
+from elastic.protocol.events import Recovered, StepDone, Tick
 from elastic.runs import KEPT, Parts, Run, SavedShard
 from storage.errors import Damaged, Deposed, Exists
 from storage.journal import Journal, replicas
@@ -291,6 +292,17 @@ def test_a_life_after_one_that_ended_well_goes_on_counting(life: Life) -> None:
     """The control: a journal that records the end is complete."""
     end_as(life, Stopped("Ctrl-C"))
     assert life.run.standing(2, 0.0).generation == life.play.run.generation
+
+
+def test_a13_a_life_after_another_remembers_what_was_said_of_layers(life: Life) -> None:
+    """A13: a warning is said once in a run.  The control: a run that never ran knows nothing."""
+    assert life.run.standing(2, 0.0).health == Health(), "the control"
+    layers = (("layers.0", 1.0), ("layers.1", 0.0))
+    for step in range(6, 11):
+        life.play.tell(StepDone(life.play.plan.members[0], 1, replace(life.play.commit(step), layers=layers)))
+    end_as(life, Stopped("Ctrl-C"))
+    health = life.run.standing(2, 0.0).health
+    assert health == life.play.run.health and health.said == ("dead layers.1",)
 
 
 def test_a_run_has_ended_as_its_last_owner_recorded(life: Life) -> None:

@@ -1,8 +1,9 @@
 """Judges the training itself, from what commits tell: layers whose gradient is dead, vanishes or explodes, and a loss that stands still.
 
 Only commits that tell the norms of layers count: one in ``watch.every`` steps, and each step whose gradient is not finite.  What is known
-so far is a value, :class:`Health`, and each commit replaces it, so a coordinator that takes over goes on where the last one was.  A step
-that is computed again after a loss is not judged again.  Each warning is said once in a run for each condition and layer.
+so far is a value, :class:`Health`, and each commit replaces it.  So a coordinator that takes over, and a run that is resumed, go on where
+the last one was.  A step that is computed again after a loss is not judged again.  Each warning is said once in a run for each condition
+and layer.
 
 The usual norm of a layer is known to a power of two, which moves by at most one in each commit.  So one wild step hardly moves it (as in
 the streaming median of Ma, Muthukrishnan and Sandler 2013), and in most commits nothing changes that the journal would have to tell.
@@ -107,6 +108,8 @@ def _with_loss(health: Health, outcome: Outcome, rule: WatchRule, warnings: list
     They do not if the line of least squares through their means does not: one lucky window, and one wild one, count for little there.
     """
     losses = (*health.losses, outcome.loss)
+    if not math.isfinite(outcome.loss):  # its gradient is finite: the loss is of the user's code, and may be anything
+        return health, warnings
     if len(losses) < WINDOW:
         return replace(health, losses=losses), warnings
     wanted = max(rule.stationary // WINDOW, 2)

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from elastic.control.health import Health, judge
+from elastic.control.health import judge
 from elastic.control.run import RunState
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
@@ -106,7 +106,7 @@ class _Local:
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
         self.apply_fence = ApplyFence(Member(WORKER))
         self.story = Story(run.job.steps)
-        self.health, self.watched = Health(), run.job.rules().watch
+        self.health, self.watched = start.health, run.job.rules().watch
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
     def train(self) -> tuple[str, str, int]:

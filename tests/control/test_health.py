@@ -131,6 +131,14 @@ def test_a13_a_loss_that_stands_still_is_said_once() -> None:
     assert said(losses(lambda step: 2.0, 1000), replace(RULE, stationary=0)) == []
 
 
+def test_a_loss_that_is_not_finite_does_not_count_if_its_gradient_is() -> None:
+    """Plus and minus infinity have no sum."""
+    odd = [record(step, loss=(math.inf, -math.inf, math.nan)[step % 3]) for step in range(1, 100)]
+    assert said(odd) == []
+    mixed = [replace(each, step=2 * each.step) for each in losses(lambda step: 2.0 + step / 100, 400)]
+    assert len(said(sorted([*mixed, *(replace(each, step=2 * each.step + 1) for each in odd)], key=lambda each: each.step))) == 1
+
+
 def test_a_loss_that_rises_is_said() -> None:
     assert [text.split(" in ")[0] for _, text in said(losses(lambda step: 2.0 + step / 100, 400))] == ["the loss has not become lower"]
 

@@ -250,7 +250,7 @@ def opened(job: Job, section: str = "data") -> Dataset:
     except (ElasticError, Unavailable):  # ``Unavailable`` passes: a store that does not answer is not the dataset's error
         raise
     except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
-        raise DataError(f"{_failed(named, error)}; mend it, or {section}.args = {job.data.args}") from error
+        raise DataError(f"{_failed(job, error, section)}; mend it, or {section}.args = {job.data.args}") from error
     if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(dataset, name, None))]:
         raise DataError(f"{named} has no {missing[0]}(); see the class Dataset in elastic/data/loader.py")
     return dataset
@@ -284,13 +284,14 @@ def _fingerprint(job: Job, dataset: Dataset) -> str:
     try:
         return str(dataset.fingerprint())
     except Exception as error:  # the user's code, which may raise anything
-        named = f"data.dataset = {job.data.dataset!r}"
-        raise DataError(f"{_failed(named, error)}; give it a fingerprint(): equal where the samples are, and only there") from error
+        raise DataError(f"{_failed(job, error)}; give it a fingerprint(): equal where the samples are, and only there") from error
 
 
-def _failed(named: str, error: Exception) -> str:
+def _failed(job: Job, error: Exception, section: str = "data") -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{named} failed with {type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
+    return (
+        f"{section}.dataset = {job.data.dataset!r} failed with {type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
+    )
 
 
 def build_of(session: Session) -> Build:

@@ -255,9 +255,9 @@ def _replay(known: Namespace) -> int:
     rules = None
     if known.job.suffix == ".toml":
         job = _job(known)
-        segments, rules = journal.read(Run.find(job).store, job.name), job.rules()
+        segments, rules = journal.read(Run.begun(job).store, job.name), job.rules()
         if not segments:
-            raise JobError(f"there is no journal of {job.name} in {job.bucket}: it has never run there, or only with --local")
+            raise JobError(f"there is no journal of {job.name} in {job.bucket}: it has run there only with --local, which writes none")
     elif known.line:
         raise JobError(f"{COMMAND_LINE}: {shlex.join(known.line)}: {str(known.job)!r} is a file of a journal, and has no settings")
     else:
@@ -363,7 +363,7 @@ def _show_data(known: Namespace) -> int:
 def _checkpoint_ls(known: Namespace) -> int:
     from elastic.runs import Run
 
-    run = Run.find(_job(known))
+    run = Run.begun(_job(known))
     newest = run.newest()
     table = Table("step", "generation", "files", "bytes", "layout", "state")
     for listed in run.checkpoints.versions():
@@ -380,7 +380,7 @@ def _checkpoint_ls(known: Namespace) -> int:
 def _checkpoint_verify(known: Namespace) -> int:
     from elastic.runs import Run
 
-    run = Run.find(_job(known))
+    run = Run.begun(_job(known))
     report = run.checkpoints.verify(run.version_at(known.step))
     say(str(report))
     return 0 if report.good else 1
@@ -389,7 +389,7 @@ def _checkpoint_verify(known: Namespace) -> int:
 def _checkpoint_export(known: Namespace) -> int:
     from elastic.runs import Run
 
-    run = Run.find(_job(known))
+    run = Run.begun(_job(known))
     try:
         written = run.checkpoints.export(run.version_at(known.step), known.to)
     except OSError as error:  # an error of the bucket would be a StorageError

@@ -20,7 +20,6 @@ from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
 from elastic.runs import LOCAL, Run
-from storage.objects import ObjectStore
 
 ANSWER_S = 15.0
 """Seconds in which a coordinator must answer before it counts as one that may be dead."""
@@ -59,9 +58,10 @@ class Absent:
 
     @classmethod
     def of(cls, job: Job) -> Absent:
-        run = Run.find(job)
+        """Returns what the bucket says.  Raises :class:`JobError` if it has no such run."""
+        run = Run.begun(job)
         if (owner := run.owner()) is None:
-            return cls(f"{job.name} has never run in {job.bucket}", over=False)
+            return cls(f"{job.name} in {job.bucket} is about to begin, or ended before it could", over=False)
         if pid := run.local_process():
             return cls(
                 f"{job.name} is trained by process {pid} of this machine (--local); Ctrl-C there, or `kill -INT {pid}`, stops it", False
@@ -75,7 +75,7 @@ class Absent:
 
 
 def status(job: Job, once: bool) -> int:
-    """Prints where the run stands, and follows it unless ``once``."""
+    """Prints where the run stands, and follows it unless ``once``.  Raises :class:`JobError` if the bucket has no such run."""
     coordinator = coordinator_of(job)
     if coordinator is not None:
         return _watch(job, coordinator, once=once)
@@ -86,7 +86,8 @@ def status(job: Job, once: bool) -> int:
 def attach(job: Job, line: str) -> int:
     """Shows the run from its start to its end, and returns the exit code of `elastic train`.  Ctrl-C leaves the run as it is.
 
-    If the run is over, returns the code with which it ended.  Raises :class:`PlatformGaveUp` if its bucket does not say how it ended.
+    If the run is over, returns the code with which it ended.  Raises :class:`PlatformGaveUp` if its bucket does not say how it ended, and
+    :class:`JobError` if the bucket has no such run.
     """
     coordinator = coordinator_of(job)
     if coordinator is not None:
@@ -101,7 +102,8 @@ def attach(job: Job, line: str) -> int:
 def stop(job: Job) -> int:
     """Stops the run after a save, and follows it to its end.
 
-    Raises :class:`PlatformGaveUp` if there was never a run, or if its coordinator cannot be reached or does not answer.
+    Raises :class:`PlatformGaveUp` if its coordinator cannot be reached or does not answer, and :class:`JobError` if the bucket has no such
+    run.
     """
     coordinator = coordinator_of(job)
     if coordinator is None:
@@ -218,8 +220,11 @@ def _tell(removed: list[str], where: str) -> None:
 
 
 def logs(job: Job, workers: Collection[str]) -> int:
-    """Prints the logs of ``workers``, or of every worker that has one.  Returns 1 if there are none."""
-    store = ObjectStore.open(job.bucket)
+    """Prints the logs of ``workers``, or of every worker that has one.  Returns 1 if there are none.
+
+    Raises :class:`JobError` if the bucket has no such run.
+    """
+    store = Run.begun(job).store
     prefix = f"{job.name}/logs/"
     keys = [key for key in store.list(prefix) if not workers or Path(key).stem in workers]
     if not keys:

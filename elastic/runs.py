@@ -80,7 +80,7 @@ class Parts:
 
 class Run:
     """The folder of a job's run.  ``open`` begins the run, ``look`` writes nothing.  Both refuse a folder with the run of another
-    job.  ``find`` takes the run as it is there.
+    job.  ``find`` takes the run as it is there, and ``begun`` only one that is there.
     """
 
     def __init__(self, job: Job, store: ObjectStore) -> None:
@@ -133,6 +133,17 @@ class Run:
         store = ObjectStore.open(job.bucket)
         stored = branches.stored(store, job.name)
         return cls(job if stored is None else job.begun_as(stored), store)
+
+    @classmethod
+    def begun(cls, job: Job) -> Run:
+        """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket."""
+        run = cls.find(job)
+        if _stored(run.store, job.name) is None:
+            raise JobError(
+                f"there is no run {job.name!r} in bucket = {job.bucket!r}; correct the name or the bucket, or begin "
+                f"the run with `elastic train`"
+            )
+        return run
 
     def trains_on(self, fingerprint: str) -> None:
         """Binds the run to its samples, wherever they are stored.  Raises like :meth:`check_data`."""

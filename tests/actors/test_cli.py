@@ -22,6 +22,7 @@ from elastic.engine.loss import next_token
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line, StepLine
+from elastic.runs import Run
 from tests.support.commands import Command, assert_no_actor_left
 from tests.support.job_file import to_toml
 from tests.support.state_hash import state_hash
@@ -60,8 +61,6 @@ def test_train_and_checkpoints(tmp_path: Path, capsys: Shown, monkeypatch: pytes
     """U9: ``--local``, then ls, verify and export of what it saved."""
     monkeypatch.chdir(tmp_path)
     job = written(tmp_path)
-    assert main(["checkpoint", "verify", job]) == 1
-    assert "no good checkpoint" in sentence(capsys)
     assert main(["train", job, "--local"]) == 0
     shown = capsys.readouterr().out
     assert re.findall(r"step +(\d+)/4  loss \d\.\d{4}", shown) == ["1", "2", "3", "4"]
@@ -134,21 +133,25 @@ def test_a_cluster_that_does_not_start_is_said_in_a_sentence(tmp_path: Path) -> 
     assert "a local Ray cluster did not start (" in line and "AF_UNIX path" in line and "Traceback" not in command.text
 
 
-def test_status_and_logs_of_a_run_that_never_was(tmp_path: Path, capsys: Shown) -> None:
-    job = written(tmp_path)
-    assert main(["status", job, "--once"]) == 0
-    assert "has never run" in sentence(capsys)
-    assert main(["logs", job]) == 1
-    assert "no logs" in sentence(capsys)
+OF_A_RUN = (
+    *(["status", "--once"], ["attach"], ["stop"], ["logs"], ["replay"], ["replay", "--check"], ["chaos"]),
+    *(["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export", "--to", "there"]),
+)
 
 
-def test_commands_that_need_a_run_fail_where_there_is_none(tmp_path: Path, capsys: Shown) -> None:
-    job = written(tmp_path)
-    for command in ("attach", "stop", "chaos"):
-        assert main([command, job]) == 2, command
-        assert sentence(capsys) == f"elastic: toy has never run in {tmp_path}/bucket"
-    assert main(["replay", job]) == 1
-    assert "there is no journal of toy in" in sentence(capsys)
+@pytest.mark.parametrize("command", OF_A_RUN, ids=" ".join)
+def test_a_command_of_a_run_says_that_there_is_none(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """The bucket has another run, as if the name in the job file had a mistake.  The control is that run: it is not missed."""
+    monkeypatch.chdir(tmp_path)
+    Run.open(toy_job(tmp_path / "bucket"))
+    assert main([*command, written(tmp_path, "toi")]) == 1
+    said = sentence(capsys)
+    assert said.startswith(f"elastic: there is no run 'toi' in bucket = '{tmp_path}/bucket'; ") and "`elastic train`" in said
+    main([*command, written(tmp_path)])
+    assert "there is no run" not in capsys.readouterr().out
+    assert not Path("there").exists()
 
 
 @pytest.mark.parametrize(
@@ -193,13 +196,13 @@ def test_every_command_takes_the_jobs_settings(tmp_path: Path, capsys: Shown, mo
     capsys.readouterr()
     assert main(["status", job, *other, "--once"]) == 0
     assert sentence(capsys).startswith("b is not running; newest good checkpoint: step 4")
-    assert main(["status", job, "--once"]) == 0
-    assert "toy has never run" in sentence(capsys), "the control"
+    assert main(["status", job, "--once"]) == 1
+    assert "there is no run 'toy'" in sentence(capsys), "the control"
     assert main(["attach", job, *other]) == main(["stop", job, "--name=b"]) == main(["clean", job, *other]) == 0
     assert main(["checkpoint", "ls", job, *other]) == main(["checkpoint", "verify", job, *other, "--step", "2"]) == 0
     capsys.readouterr()
-    assert main(["checkpoint", "verify", job]) == 1, "the control"
-    assert "no good checkpoint" in sentence(capsys)
+    assert main(["checkpoint", "verify", job, *other, "--step", "3"]) == 1
+    assert "no good checkpoint at step 3" in sentence(capsys)
     assert main(["logs", job, "w1", *other]) == 1
     assert sentence(capsys).startswith(f"no logs of w1 in {tmp_path}/bucket/b/logs/")
     assert main(["logs", job, *other]) == 1
@@ -218,6 +221,7 @@ def test_every_command_takes_the_jobs_settings(tmp_path: Path, capsys: Shown, mo
 def test_an_option_of_a_setting_takes_no_word_that_is_not_its_own(tmp_path: Path, capsys: Shown) -> None:
     """Workers may be named before and after it, and a setting may come before the job file."""
     job, option = written(tmp_path), ["--checkpoint.save-every", "100"]
+    Run.open(Job.load(Path(job)))
     for line in ([job, *option, "w1", "w2"], [job, "w1", *option, "w2"], [*option, job, "w1", "w2"]):
         assert main(["logs", *line]) == 1
         assert sentence(capsys).startswith("no logs of w1, w2 in")

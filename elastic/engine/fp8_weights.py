@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from elastic.engine.fp8 import FORWARD, Recipe, layers_of, power_of
 from elastic.engine.world import World
 from elastic.models.spec import ShardingTable
-from elastic.plan.axes import chunk
+from elastic.plan.axes import chunk, chunk_size
 
 UNSIGNED = 0x7FFFFFFF
 """The bits of a float32 without that of the sign, which NaN may have."""
@@ -45,7 +45,7 @@ class Fp8Weights:
         self.rows = {name: chunk(layer.out_features, shards, index) for name, layer in layers.items()}
         """The rows [first, last) of each weight that this member holds."""
         self.parts = {
-            name: torch.zeros(-(-layer.out_features // shards), layer.in_features, dtype=FORWARD, device=world.device)
+            name: torch.zeros(chunk_size(layer.out_features, shards), layer.in_features, dtype=FORWARD, device=world.device)
             for name, layer in layers.items()
         }
         """This member's rows of each weight, and as many more as the longest part has."""

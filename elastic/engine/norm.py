@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from elastic.engine.world import World, all_gather
+from elastic.plan.axes import chunk_size
 
 TURN_ROWS = 1 << 20
 """Number of rows that take one turn, if no tensor has more: 8 MiB as float64.  Each turn costs one collective."""
@@ -56,7 +57,7 @@ def squared_norms(grads: Sequence[Tensor], rows: Sequence[int], world: World) ->
     tensor that has ``rows[i]`` rows.
     """
     shards, totals = world.layout.dp_shard, dict[int, Tensor]()
-    sizes = [-(-count // shards) for count in rows]
+    sizes = [chunk_size(count, shards) for count in rows]
     for turn in _turns(rows, shards):
         mine: dict[int, Tensor] = {}
         for alike in _alike(turn, lambda number: (sizes[number], grads[number].shape, grads[number].dtype)):
@@ -73,7 +74,7 @@ def squared_norms(grads: Sequence[Tensor], rows: Sequence[int], world: World) ->
 
 def _turns(rows: Sequence[int], shards: int) -> Iterator[list[int]]:
     """Yields the numbers of the tensors that are added in one turn, in order of their rows: the same lists on every member."""
-    padded = [-(-count // shards) * shards for count in rows]
+    padded = [chunk_size(count, shards) * shards for count in rows]
     most, turn, taken = max([TURN_ROWS, *padded]), list[int](), 0
     for number in sorted(range(len(rows)), key=rows.__getitem__):
         if turn and taken + padded[number] > most:

@@ -90,9 +90,14 @@ class Axis:
     """Returns, for the degree of an axis that is no data axis, the index at which the losses are known."""
 
 
+def chunk_size(length: int, count: int) -> int:
+    """Returns the rows of a full chunk of ``count`` by torch's chunk rule; a shorter one is padded to it where all must be equal."""
+    return -(-length // count)
+
+
 def chunk(length: int, count: int, index: int) -> tuple[int, int]:
-    """Returns the rows ``[first, last)`` of chunk ``index`` of ``count``: torch's chunk rule, so late chunks may be short or empty."""
-    size = -(-length // count)
+    """Returns the rows ``[first, last)`` of chunk ``index`` of ``count``: torch's chunk rule, so the last chunks may be short or empty."""
+    size = chunk_size(length, count)
     return min(index * size, length), min((index + 1) * size, length)
 
 
@@ -105,7 +110,7 @@ def cut_rows(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
 
 def reaches_rows(tensor: Tensor, held: Held, degree: int, part: Slice) -> Iterable[int]:
     """Returns the indices of :func:`cut_rows` that can have rows of ``part``, and perhaps more: all, unless ``held`` is one box."""
-    size = -(-held.shape[0] // degree) if is_cut(tensor) else 0
+    size = chunk_size(held.shape[0], degree) if is_cut(tensor) else 0
     if not size or len(held.boxes) != 1:
         return range(degree)
     offset = held.boxes[0].at[0] - held.boxes[0].slice.start[0]

@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from itertools import pairwise
 
 from elastic.ids import Cell
-from elastic.plan.axes import AXES, Box, Held, is_cut
+from elastic.plan.axes import AXES, Box, Held, chunk_size, is_cut
 from elastic.plan.layout import Layout
 from storage.slices import Slice, Tensor, nbytes
 
@@ -165,10 +165,10 @@ def bytes_by_class(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 def padding(classes: Sequence[Tensor], class_bytes: Sequence[int], shards: int) -> float:
     """Returns the padding, as a share of the state, if dimension 0 is cut into ``shards`` chunks of equal size; 0 if nothing is known.
 
-    Where the rows cannot be divided, late chunks are short or empty; their members compute and send as much as the others.
+    Where the rows cannot be divided, the last chunks are short or empty; their members compute and send as much as the others.
     """
     cut = [(tensor.shape[0], size) for tensor, size in zip(classes, class_bytes, strict=False) if is_cut(tensor) and size]
-    padded = sum(size * (-(-rows // shards) * shards / rows - 1) for rows, size in cut)
+    padded = sum(size * (chunk_size(rows, shards) * shards / rows - 1) for rows, size in cut)
     return padded / sum(size for _, size in cut) if cut else 0.0
 
 

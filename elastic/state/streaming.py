@@ -47,7 +47,12 @@ Values = dict[Key, torch.Tensor]
 
 def group_bytes(job: Job) -> int:
     """Returns the largest size of a group in bytes."""
-    return int(job.offload_buffer_gb * 1e9) // SHARES if job.offload_folder else GROUP
+    return round(job.offload_buffer_gb * 1e9) // SHARES if job.offload_folder else GROUP
+
+
+def buffer_gb(group: int) -> str:
+    """Returns the smallest ``offload_buffer_gb`` whose groups have ``group`` bytes, to the byte, as it is written in a job file."""
+    return f"{SHARES * group / 1e9:.9f}".rstrip("0").rstrip(".")
 
 
 def groups_of(units: Sequence[Mapping[Key, torch.Tensor]], most: int) -> list[list[Key]]:

@@ -14,6 +14,7 @@ from elastic.engine.optim.base import rule_of
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
 from elastic.plan.memory import first_roomy, least_shard
+from elastic.train.inventory import off_device
 from elastic.train.machine.device import least_whole, memory_of, most_shards, need_of, policies_of
 from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import loss_of, opened
@@ -47,7 +48,7 @@ def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None =
     The classes are those of ``train/inventory.py``.  ``zero`` is the stage of ZeRO, if it is not the job's.
     """
     need = need_of(job, tensors, zero)
-    where = " in host memory" if job.offloads else ""
+    where = off_device(job)
     weights = bytes_of([tensor for tensor in tensors if tensor.kind == "parameter"])
     moments = bytes_of([tensor for tensor in tensors if tensor.kind.startswith("moment.")])
     return {
@@ -93,10 +94,11 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
         yield "zero = 2: there is room for all weights to compute with, so they are gathered once a step"
     found = classes(job, tensors, shards, 2 if whole else None)
     held = ", ".join(f"{gigabytes(size)} of {name}" for name, size in found.items() if size)
-    yield f"if {shards} of {layouts[-1].world} workers share the state, each holds {held}; {gigabytes(_on_device(found))} on its device"
+    whose = f"if {shards} of {layouts[-1].world} workers share the state, each"
+    yield f"{whose} holds {held}; {gigabytes(_on_device(job, found))} on its device"
     rule = job.rules()
     parts = [bytes_of(tensors) / layout.dp_shard for layout in layouts]
-    yield explained(parts[-1], max(parts), rule.copy_every, rule.buddy_every, offload=job.offloads)
+    yield explained(parts[-1], max(parts), rule.copy_every, rule.buddy_every, offload=job.offloads, folder=job.offload_folder)
 
 
 def by_recompute(job: Job, tensors: Sequence[Tensor]) -> list[Tried]:
@@ -129,8 +131,9 @@ def by_stage(job: Job, tensors: Sequence[Tensor], most: int) -> list[tuple[int, 
     return [(shards, [need.of_a_member(shards if zero else 1) for zero, need in needs.items()]) for shards in counts]
 
 
-def _on_device(found: dict[str, int]) -> int:
-    return sum(size for name, size in found.items() if not name.endswith("host memory"))
+def _on_device(job: Job, found: dict[str, int]) -> int:
+    elsewhere = off_device(job)
+    return sum(size for name, size in found.items() if not elsewhere or not name.endswith(elsewhere))
 
 
 def gigabytes(size: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.train.model import BUFFERS, State
 
@@ -18,7 +19,7 @@ def memory_by_class(state: State) -> dict[str, int]:
     gathered parameters, is in no class.
     """
     values, seen = state.shard.values, set[int]()
-    where = " in host memory" if state.shard.home is not None else ""
+    where = off_device(state.job)
     classes: dict[str, Iterable[Tensor]] = {
         f"weights{where}": [value for (kind, _), value in values.items() if kind == "parameter"],
         f"moments{where}": [value for (kind, _), value in values.items() if kind.startswith("moment.")],
@@ -27,6 +28,11 @@ def memory_by_class(state: State) -> dict[str, int]:
         "buffers": [value for (kind, _), value in values.items() if kind in BUFFERS],
     }
     return {name: _bytes(tensors, seen) for name, tensors in classes.items()}
+
+
+def off_device(job: Job) -> str:
+    """Returns the words that follow the name of a class that is not on the device: where it is instead; "" if all is there."""
+    return f" in files of {job.offload_folder}" if job.offload_folder else " in host memory" if job.offloads else ""
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

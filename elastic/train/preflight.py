@@ -32,7 +32,7 @@ from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.runs import Run
 from elastic.state.region import frame
-from elastic.state.streaming import SHARES, group_bytes
+from elastic.state.streaming import SHARES, buffer_gb, group_bytes
 from elastic.train.counters import Counters
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import build_of, make_session
@@ -158,7 +158,7 @@ def _check_buffer(job: Job, tensors: Sequence[Tensor]) -> None:
         raise JobError(
             f"offload_buffer_gb = {job.offload_buffer_gb:g} is too small: the state passes through it in {SHARES} groups, and {name!r} of "
             f"{job.model!r} with its moments has {amount(largest)} where the fewest workers share it; set it to "
-            f"{ceil(SHARES * largest / 1e7) / 100:g} or more, or raise workers.min or parallel.min_shard"
+            f"{buffer_gb(largest)} or more, or raise workers.min or parallel.min_shard"
         )
 
 

@@ -24,13 +24,15 @@ from elastic.plan.placement import cell_of
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.train.machine.device import fitting_shard, fitting_whole, memory_of, most_shards, policies_of
-from elastic.train.model import State, build_model, tensors_of
+from elastic.train.model import State
 from elastic.train.step import Session
 from storage.slices import Tensor
 
 
-def warm_up(session: Session, device: torch.device) -> int:
+def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -> int:
     """Warms up once, before the first world.  A failure here happens again in the first step, and is reported there with its samples.
+
+    ``tensors`` are those of the state.
 
     Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU, and if it failed.
     """
@@ -40,7 +42,7 @@ def warm_up(session: Session, device: torch.device) -> int:
         world.abort()
         world.close()
         took = _computed_in(Layout(1, session.job.workers.max), session, device)
-        for layout, zero in _with_whole_weights(session, device, took):
+        for layout, zero in _with_whole_weights(session, tensors, device, took):
             gc.collect()  # the state of the first world would take memory beside that of the second
             with suppress(torch.OutOfMemoryError):  # such a world compiles then, if there ever is one
                 _computed_in(layout, session, device, zero)
@@ -63,14 +65,14 @@ def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.
     """Warms up, and lets ``session.job`` name what its ``recompute = "auto"`` stands for on ``device``.  Returns as :func:`warm_up`."""
     job, took = session.job, dict[str, int]()
     if job.recompute != "auto":
-        return warm_up(session, device)
+        return warm_up(session, tensors, device)
     if not memory_of(job, device):
         session.job = job.replace(recompute="none")
-        return warm_up(session, device)
+        return warm_up(session, tensors, device)
 
     def least_of(policy: str) -> int:
         session.job = job.replace(recompute=policy)
-        took[policy] = warm_up(session, device)
+        took[policy] = warm_up(session, tensors, device)
         if not took[policy]:
             return 0  # it ran out of memory, or the model cannot be trained so
         try:
@@ -95,7 +97,7 @@ def _computed_in(layout: Layout, session: Session, device: torch.device, zero: i
         world.close()
 
 
-def _with_whole_weights(session: Session, device: torch.device, took: int) -> list[tuple[Layout, int | None]]:
+def _with_whole_weights(session: Session, tensors: Sequence[Tensor], device: torch.device, took: int) -> list[tuple[Layout, int | None]]:
     """Returns the layout, and the stage of ZeRO, in which compiled blocks must be warmed too, because a member may hold whole weights.
 
     Compiled code depends on nothing else of a layout: all degrees of shards, and of replicas, share it.  FSDP gives a block another class,
@@ -105,7 +107,6 @@ def _with_whole_weights(session: Session, device: torch.device, took: int) -> li
     if not job.compile or job.workers.max == 1 or job.offloads or job.parallel.zero in (1, 2):
         return []
     try:
-        tensors = tensors_of(build_model(job, session.builder), session.rule)
         least = fitting_shard(job, tensors, device, took)
     except JobError:  # whoever asked for the warm-up asks the same
         return []

@@ -1,4 +1,4 @@
-"""Sizes of the models whose speed is measured, and the arithmetic of a token."""
+"""Sizes of the models whose speed is measured."""
 
 from __future__ import annotations
 
@@ -20,21 +20,6 @@ class Size:
 
     def arguments(self) -> dict[str, Any]:
         return asdict(self)
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters; tied ones count once."""
-        head = self.dim // self.heads
-        block = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * head + 3 * self.dim * self.hidden + 2 * self.dim
-        return self.layers * block + (1 if self.tied else 2) * self.vocab * self.dim + self.dim
-
-    def flops(self, seq: int, *, half: bool = False) -> float:
-        """Floating-point operations of one token in forward and backward (Chowdhery et al. 2022, appendix B).
-
-        ``half`` counts the half of the attention matrix that a causal mask leaves, as Megatron does.
-        """
-        matrices = self.parameters - (0 if self.tied else self.vocab * self.dim)  # an embedding is looked up
-        return 6 * matrices + (6 if half else 12) * self.layers * self.dim * seq
 
 
 SIZES = {

@@ -33,12 +33,13 @@ from actors import cluster
 from actors.launch import launch
 from elastic.data.prepare import prepare
 from elastic.job import Job
+from elastic.models import llama
+from elastic.models.flops import flops_of
 from elastic.report.story import Line, Sentence, StepLine
+from elastic.train.machine.peaks import peak_flops
 from tests.benchmarks.models import SIZES
 from tests.benchmarks.plain_loop import SETTLED
 
-PEAK = 989e12
-"""Operations a second of an H100 or H200 (SXM) in bf16, dense, as the vendor says."""
 PLAIN = ("plain", "plain-deterministic")
 LOOPS = {
     "plain": ["tests.benchmarks.plain_loop"],
@@ -133,8 +134,10 @@ def complaint(output: str) -> str:
 
 
 def table(rows: dict[str, Row], options: argparse.Namespace) -> str:
-    """Returns the rows as a Markdown table."""
-    size = SIZES[options.size]
+    """Returns the rows as a Markdown table.  The share of the device's peak is told where that is known."""
+    with torch.device("meta"):
+        flops = flops_of(llama.build(**SIZES[options.size].arguments()))
+    peak_flops_s = peak_flops(torch.cuda.get_device_name(), "bf16") if torch.cuda.is_available() else 0.0
     lines = [
         "| what | step | tokens/s a GPU | to `plain` | to `plain-deterministic` | MFU; causal half | peak |",
         "|---|---|---|---|---|---|---|",
@@ -145,7 +148,7 @@ def table(rows: dict[str, Row], options: argparse.Namespace) -> str:
             continue
         rate = row["tokens_per_s"]
         shares = [f"{rate / rows[other]['tokens_per_s']:.3f}" if "tokens_per_s" in rows.get(other, {}) else "" for other in PLAIN]
-        used = "; ".join(f"{size.flops(options.seq, half=half) * rate / PEAK:.1%}" for half in (False, True))
+        used = "; ".join(f"{flops(options.seq, half) * rate / peak_flops_s:.1%}" for half in (False, True)) if peak_flops_s else ""
         took, peak = f"{row['step_s'] * 1e3:.1f} ms", f"{row['peak_bytes'] / 1e9:.1f} GB"
         lines.append(f"| {name} | {took} | {rate:,.0f} | {shares[0]} | {shares[1]} | {used} | {peak} |")
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.memory import USABLE
 from elastic.train import warmup
 from elastic.train.counters import Counters
-from elastic.train.model import build_model, builder_of
+from elastic.train.model import build_model, builder_of, tensors_of
 from elastic.train.session import make_session
 from tests.support.ranks import Ranks
 from tests.support.segments import member
@@ -56,7 +56,7 @@ def warm(world: World, job: Job, folder: str, whole: bool) -> tuple[int, int]:
         warmup._with_whole_weights = lambda *_: []  # type: ignore[assignment]
     session = make_session(job, Counters(Path(folder) / f"counters{world.rank}-{whole}", create=True))
     try:
-        warmup.warm_up(session, world.device)
+        warmup.warm_up(session, tensors_of(build_model(job, session.builder), session.rule), world.device)
     finally:
         warmup._with_whole_weights = genuine
         session.close()

@@ -26,7 +26,7 @@ from elastic.plan.axes import chunk
 from elastic.plan.layout import Layout
 from elastic.runs import Run
 from elastic.train.counters import Counters
-from elastic.train.model import builder_of, tensors_of
+from elastic.train.model import build_model, builder_of, tensors_of
 from elastic.train.session import make_session
 from elastic.train.warmup import warm_up
 from tests.support.carried import Broken, Healed, broken, go_on, hash_after_healing, holdings
@@ -350,7 +350,7 @@ def test_a_warm_up_computes_with_whole_matrices(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(muon, "orthogonalised", lambda matrix: (computed.append(tuple(matrix.shape)), matrix)[1])
     job = muon_job(tmp_path, workers={"max": 3})
     session = make_session(job, Counters(tmp_path / "counters", create=True))
-    warm_up(session, torch.device("cpu"))
+    warm_up(session, tensors_of(build_model(job, session.builder), session.rule), torch.device("cpu"))
     session.close()
     assert "not warmed up" not in capsys.readouterr().out
     assert 4 <= len(computed) <= 6 and set(computed) <= {(32, 32), (96, 32), (32, 96)}

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic.engine.optim.base import rule_of
 from elastic.engine.world import World
@@ -27,7 +29,7 @@ from elastic.state import node_memory
 from elastic.state.region import Region, frame
 from elastic.state.shard import Home, Key, Shard
 from elastic.state.snapshot import Snapshots
-from elastic.state.streaming import SHARES, Values, _Threads, group_bytes, groups_of, put, through
+from elastic.state.streaming import SHARES, Values, _Threads, buffer_gb, group_bytes, groups_of, put, through
 from elastic.state.uploader import check
 from elastic.train import session
 from elastic.train.local import run_local
@@ -325,6 +327,15 @@ def test_a_buffer_that_is_too_small_is_refused_with_the_size_that_works(tmp_path
         preflight(in_files(tmp_path, offload_buffer_gb=1e-6))
     enough = float(str(said.value).partition("set it to ")[2].split()[0])
     assert "files of" in " ".join(preflight(in_files(tmp_path, offload_buffer_gb=enough)).notes)
+    with pytest.raises(JobError, match="is too small"):  # less does not do
+        preflight(in_files(tmp_path, offload_buffer_gb=enough - 1e-9))
+
+
+@given(st.integers(1, 2**42))
+def test_the_size_that_works_has_room_for_a_group_to_the_byte(size: int) -> None:
+    """The control: a byte less does not do."""
+    assert group_bytes(in_files(Path("/nowhere"), offload_buffer_gb=float(buffer_gb(size)))) == size
+    assert group_bytes(in_files(Path("/nowhere"), offload_buffer_gb=(SHARES * size - 1) / 1e9)) < size
 
 
 def test_a_folder_that_is_missing_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from elastic.plan.layout import Layout
 from elastic.state.keeper_store import KeeperStore
 from elastic.train.counters import Counters
 from elastic.train.machine.compilers import place
+from elastic.train.model import build_model, tensors_of
 from elastic.train.session import build_of, kind_of, make_session
 from elastic.train.warmup import warm_up
 from tests.support.ranks import SECRET, Ranks
@@ -39,7 +40,7 @@ def start(world: World, job: Job, root: str, peers: tuple[str, ...]) -> tuple[in
     assert compiled is not None
     with compiled.kept(peers, SECRET):
         before = kernels(compiled.folder)
-        warm_up(session, world.device)
+        warm_up(session, tensors_of(build_model(job, session.builder), session.rule), world.device)
     session.close()
     counts = torch._dynamo.utils.counters["inductor"]
     return counts["fxgraph_cache_miss"], counts["fxgraph_cache_hit"], before

@@ -55,10 +55,10 @@ def measured(world: World, job: Job, folder: str) -> tuple[Need, int]:
     world.abort()  # a worker warms up before its first world
     world.close()
     session = make_session(job, Counters(Path(folder) / "counters", create=True))
-    took = warm_up(session, world.device)
+    tensors = tensors_of(build_model(job, session.builder), session.rule)
+    took = warm_up(session, tensors, world.device)
     session.close()
     assert took
-    tensors = tensors_of(build_model(job, session.builder), session.rule)
     need = need_of(job, tensors)
     joined = World.form(world.store, generation=world.generation + 1000, layout=world.layout, rank=0, device=world.device, form_s=60)
     joined.connect(60, 60)

@@ -12,6 +12,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.train.counters import Counters
+from elastic.train.model import build_model, tensors_of
 from elastic.train.session import make_session
 from elastic.train.warmup import warm_up
 from tests.support.ranks import Ranks
@@ -38,7 +39,7 @@ def join(world: World, job: Job, folder: str, warm: bool) -> tuple[int, int]:
     world.close()
     if warm:
         session = make_session(job, Counters(Path(folder) / f"counters{world.rank}", create=True))
-        warm_up(session, world.device)
+        warm_up(session, tensors_of(build_model(job, session.builder), session.rule), world.device)
         session.close()
     before = graphs()
     joined = World.form(

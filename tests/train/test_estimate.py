@@ -15,8 +15,9 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
-from elastic.train.estimate import by_recompute, by_stage, classes, tensors_of_job
+from elastic.train.estimate import by_recompute, by_stage, classes, gigabytes, tensors_of_job
 from elastic.train.session import opened
+from tests.support.job_file import to_toml
 from tests.support.ranks import Ranks
 from tests.support.segments import member
 from tests.support.toys import toy_job
@@ -114,6 +115,19 @@ def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.Capt
         assert ("zero = 2: there is room" in line) is whole and ("16.1 GB of computing copies" in line) is whole
     line = said(capsys, file, "--workers.device-gb", "8")
     assert "it does not fit: 8 workers with 8.0 GB each are too few" in line and "zero = 3" in line
+
+
+@pytest.mark.parametrize(("folder", "where"), [("/disk", "files of /disk"), ("", "host memory")], ids=["files", "memory"])
+def test_state_that_is_offloaded_is_told_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, where: str) -> None:
+    """Of its state, its moments and its copies; none of it counts as the device's."""
+    settings = {"offload": "optimizer", "offload_folder": folder, "parallel": {"zero": 2}, "workers": {"max": 1}}
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(toy_job(tmp_path, model_args=MODEL, precision="bf16", **settings)))
+    line = said(capsys, str(file))
+    assert f"of weights in {where}, " in line and f"of moments in {where}, " in line and f"state in {where} and saves take " in line
+    assert ("host memory" in line) == (not folder)
+    count = int(line.partition(" parameters")[0].rpartition(" ")[2].replace(",", ""))
+    assert f"; {gigabytes((2 + 4) * count)} on its device" in line, "weights to compute with, and gradients"
 
 
 def test_a_job_file_is_told_with_what_auto_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from elastic.engine.streams import stream
 from elastic.engine.world import World
+from elastic.plan.axes import chunk_size
 
 AHEAD = 1
 """Number of groups that are gathered before they are needed.  Each takes memory for its weights, and for this member's part of them."""
@@ -159,7 +160,7 @@ def ends_of(whole: Sequence[Tensor], shards: int) -> list[int]:
     """Returns where each parameter begins in memory that has the parts of one shard, each as long as the longest, and where it ends."""
     ends = [0]
     for parameter in whole:
-        ends.append(ends[-1] + -(-len(parameter) // shards) * (parameter.numel() // len(parameter)))
+        ends.append(ends[-1] + chunk_size(len(parameter), shards) * (parameter.numel() // len(parameter)))
     return ends
 
 

@@ -51,7 +51,7 @@ def show_result(result: Result, job: Job, line: str) -> int:
 
     ``line`` is the job file with its options, as the user typed them.
     """
-    if result.job_error:
+    if result.job_error and result.job_error not in result.reason:
         print(result.job_error)
     colours = {"Finished": "green", "Stopped": "yellow", "Failed": "red"}
     colour = colours.get(result.state, "yellow")

@@ -140,10 +140,10 @@ class Worker:
 
         Data that is missing here is not at a place that all nodes share.
         """
-        node = cluster.here()
-        why = f"{type(error).__name__}: {error}"
-        self.report(NodeRefused(node, f"{self.worker} cannot start on {cluster.place(node)}: {why}", isinstance(error, DataError)))
-        self._start_failed(why)
+        node, by_job = cluster.here(), isinstance(error, JobError)
+        why = f"{self.worker} cannot start on {cluster.place(node)}: {error if by_job else f'{type(error).__name__}: {error}'}"
+        self.report(NodeRefused(node, why, isinstance(error, DataError), by_job))
+        self._start_failed("its node is refused")  # which says why, once for all workers of the node
 
     def _start_failed(self, why: str) -> None:
         """Reports it before ``train`` returns: afterwards the coordinator would count the process as gone, and ask for no reason."""

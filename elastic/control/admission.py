@@ -148,10 +148,10 @@ def node_found(decision: Decision, node: NodeId) -> None:
 def node_refused(decision: Decision, event: NodeRefused) -> None:
     host = decision.run.members.reference.host
     checked = f"; the job was checked on {host}" if host and host not in event.why else ""
-    refuse_node(decision, event.node, f"{event.why}{checked}", event.shared)
+    refuse_node(decision, event.node, f"{event.why}{checked}", event.shared, event.by_job)
 
 
-def refuse_node(decision: Decision, node: NodeId, why: str, shared: bool = False) -> None:
+def refuse_node(decision: Decision, node: NodeId, why: str, shared: bool = False, by_job: bool = False) -> None:
     """Refuses the node: no worker is started there any more, and its workers are expelled if its keeper has not come up yet.
 
     The next ``Capacity`` tells how much room there is on other nodes.
@@ -160,7 +160,7 @@ def refuse_node(decision: Decision, node: NodeId, why: str, shared: bool = False
     unseated = () if run.cluster.nodes.get(node, True) else tuple(worker for worker, known in run.workers.items() if known.node == node)
     membership.expel(decision, unseated, "its node is refused")
     if node not in run.cluster.refused:
-        decision.know("cluster", refused={**run.cluster.refused, node: Refusal(why, decision.now, shared)})
+        decision.know("cluster", refused={**run.cluster.refused, node: Refusal(why, decision.now, shared, by_job)})
         decision.say(f"node {node[:8]} is refused: {why}")
     decision.know("cluster", slots=0)
     decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)

@@ -124,7 +124,7 @@ class Failed:
 
     reason: str
     job_error: str = ""
-    """The user's traceback if the job is at fault."""
+    """The user's traceback, or what nodes lack that the job asks for, if the job is at fault."""
 
 
 Ended = Finished | Stopped | Failed
@@ -202,6 +202,8 @@ class Refusal:
     at: float
     shared: bool
     """True if the reason is that the node sees another bucket or other data than the other nodes."""
+    by_job: bool = False
+    """True if the reason is that the job asks for what the node lacks."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from elastic.control import edges
 from elastic.control.decision import Decision, count
 from elastic.control.growth import expects_more
-from elastic.control.run import Failed, Finished, Waiting
+from elastic.control.run import Failed, Finished, Refusal, Waiting
 from elastic.control.saves import target_is_saved
 from elastic.control.seating import candidates, layout_of, least_shard
 from elastic.ids import WorkerId
@@ -23,8 +23,8 @@ def go_on(decision: Decision, state: Waiting) -> None:
         edges.end(decision, Finished(), f"finished: step {run.history.saved[-1].step} is in the bucket")
     elif run.stop:
         edges.end_as_asked(decision)
-    elif not begun and (split := [refusal.why for refusal in run.cluster.refused.values() if refusal.shared]):
-        edges.end(decision, Failed(split[0]), "no step has run yet, so the run ends now")
+    elif not begun and (split := [refusal for refusal in run.cluster.refused.values() if refusal.shared]):
+        edges.end(decision, Failed(split[0].why, _of_job(split[:1])), "no step has run yet, so the run ends now")
     elif decision.due(run.takeover.blind_until) and not _waits_for_others(decision, state, there):
         edges.form(decision)
     if not isinstance(decision.run.state, Waiting):
@@ -32,7 +32,13 @@ def go_on(decision: Decision, state: Waiting) -> None:
     if decision.due(max(state.since, run.takeover.blind_until) + rules.wait_s):
         edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, there)}"))
     elif not begun and _only_refused_are_left(decision, state):
-        edges.end(decision, Failed(f"no node has room for a worker that can be a member: {_have(decision, there)}"))
+        none = f"no node has room for a worker that can be a member: {_have(decision, there)}"
+        edges.end(decision, Failed(none, _of_job([*run.cluster.refused.values()])))
+
+
+def _of_job(refusals: Sequence[Refusal]) -> str:
+    """Returns why the nodes refuse the job if that is the job's fault on each of them, or ""."""
+    return "; ".join(refusal.why for refusal in refusals) if all(refusal.by_job for refusal in refusals) else ""
 
 
 def _more_join(decision: Decision) -> bool:

@@ -70,12 +70,14 @@ class NodeFound:
 class NodeRefused:
     """The node cannot run the job as the others do, now or later; ``why`` says the reason.
 
-    ``shared`` means that the node does not see the bucket or the data as the one place that it must be for all nodes.
+    ``shared`` means that the node does not see the bucket or the data as the one place that it must be for all nodes.  ``by_job`` means
+    that the job asks for what the node lacks (``JobError``), so that trying again does not help.
     """
 
     node: NodeId
     why: str
     shared: bool = False
+    by_job: bool = False
 
 
 @dataclass(frozen=True)

@@ -111,9 +111,9 @@ def test_copies_for_which_there_is_no_memory_end_the_run_before_it_begins(tmp_pa
     vast = {"vocab": 29, "dim": 2**20, "layers": 4, "heads": 2}
     lines = list[Line]()
     result = launch(toy_job(tmp_path, name="vast", model_args=vast, workers={"max": 1}), show=lines.append)
-    assert (result.state, result.step, result.exit_code) == ("Failed", 0, 2), result
+    assert (result.state, result.step, result.exit_code) == ("Failed", 0, 1), result
     refused = re.compile(
-        r"w1 cannot start on node \w{8} .*: JobError: copies\.copy_every = auto: this worker's copies and saves take at least \S+ TB "
+        r"w1 cannot start on node \w{8} .*: copies\.copy_every = auto: this worker's copies and saves take at least \S+ TB "
         r"of memory \(7 slots\), "
         r"and the (node|container) \(\S.*\) leaves only \S+ [GT]B beside .*; raise the limit by \S+ TB for each worker "
         r"\(on Kubernetes resources\.limits\.memory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from actors.launch import launch
+from elastic.report.story import Line, Sentence
 from elastic.runs import Run
 from tests.support.chaos import alone, assert_nothing_left, assert_survived, formed, trial
+from tests.support.commands import assert_no_actor_left
 from tests.support.kills import one_after_another, perform
 from tests.support.mischief import STEP
 from tests.support.toys import toy_job
@@ -58,6 +62,21 @@ def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path, medium: st
         assert seen[newcomer].final["healed_host_bytes"] > 0 == seen[newcomer].final["healed_bucket_bytes"]
     assert_nothing_left(chaos)
     assert not [*disk.iterdir()] and not open_below(disk), "no file is left, with a name or without"
+
+
+@pytest.mark.full  # tests/control/test_membership.py has the rule
+def test_a_folder_that_a_node_has_not_is_said_once(tmp_path: Path) -> None:
+    """Four workers of the node miss it: one sentence names the setting, the node and the fix.  The run ends as if the job were refused."""
+    job = toy_job(tmp_path, **OFFLOADED | {"offload_folder": str(tmp_path / "gone"), "workers": {"min": 1, "max": 4}})
+    lines = list[Line]()
+    result = launch(job, show=lines.append)
+    assert (result.state, result.step, result.exit_code) == ("Failed", 0, 1), result
+    texts = [line.text for line in lines if isinstance(line, Sentence) and "offload_folder" in line.text]
+    told = [text for text in texts if "is refused: " in text]
+    assert len(told) == 1 and all("no node has room for a worker" in text for text in texts if text not in told), texts
+    said = rf"cannot start on node \w{{8}} \(.*\): offload_folder = '{tmp_path}/gone' is not a folder in which .*; make it on every node"
+    assert re.search(said, told[0]) and re.search(said, result.reason)
+    assert_no_actor_left(job.name)
 
 
 @pytest.mark.full

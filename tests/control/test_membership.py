@@ -24,6 +24,7 @@ pytestmark = pytest.mark.fast
 
 REFERENCE = Build("node aa (head, 10.0.0.1)", "0.1.0 (sources 11)", "3.11", "2.13.0", "2.60.0", "mine 22", "tokens-33")
 THERE = replace(REFERENCE, host="b, 10.0.0.2")
+CHECKED = "; the job was checked on node aa (head, 10.0.0.1)"
 OLD, NEW = "cpu torch-2.11", "cpu torch-2.13"
 
 
@@ -112,6 +113,30 @@ def test_a_run_whose_nodes_are_all_refused_fails_by_name() -> None:
         "no node has room for a worker that can be a member: 1 worker of at least 2; w2 on node n2 (b, 10.0.0.2) cannot be"
     )
     assert "Ray is 2.59.0 there" in reason and isinstance(play.run.state, Failed)
+
+
+@pytest.mark.parametrize("faults", [(True, True), (True, False), (False,)], ids=str)
+def test_a_run_that_no_node_can_do_ends_with_an_error_of_the_job(faults: tuple[bool, ...]) -> None:
+    """If it is the job that asks for too much on each of them.  The controls: a node that is refused for another reason."""
+    play = begun(min_workers=1)
+    for number, fault in enumerate(faults, 1):
+        play.tell(ev.NodeRefused(NodeId(f"n{number}"), f"n{number} lacks it", by_job=fault))
+    for worker in [*play.run.members.starting]:
+        assert play.tell(ev.StartFailed(worker, "its node is refused")) == f"{worker} did not start (its node is refused)"
+    play.tell(ev.Capacity(0))
+    play.later(11.0)
+    assert isinstance(play.run.state, Failed)
+    assert "n1 lacks it" in play.run.state.reason
+    assert play.run.state.job_error == (f"n1 lacks it{CHECKED}; n2 lacks it{CHECKED}" if all(faults) else "")
+
+
+@pytest.mark.parametrize("by_job", [True, False])
+def test_data_that_a_node_cannot_open_is_an_error_of_the_job(by_job: bool) -> None:
+    """The control: a bucket that a node sees elsewhere is an error of the platform."""
+    play = begun(min_workers=1)
+    joins(play, "w1", "n1")
+    play.tell(ev.NodeRefused(NodeId("n2"), "n2 has none", shared=True, by_job=by_job))
+    assert isinstance(play.run.state, Failed) and play.run.state.job_error == (f"n2 has none{CHECKED}" if by_job else "")
 
 
 def test_a_run_that_has_begun_waits_for_better_nodes() -> None:

@@ -50,8 +50,8 @@ class Seen:
         return {name: self.counters[name] for name in FIELDS}
 
     def follow(self) -> None:
-        if self.ended is None and not self.process.running:
-            self.ended, self.ended_at = self.process.wait(1), time.time()
+        if self.ended is None and (ended := self.process.ended()) is not None:
+            self.ended, self.ended_at = ended, time.time()
             self.final = self.counts()
 
 

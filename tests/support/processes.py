@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import select
 import signal
 import socket
@@ -28,7 +29,8 @@ SHM = Path("/dev/shm")
 ACTORS = ("ray::Coordinator", "ray::Keeper", "ray::Worker", "ray::Hand")
 COPIES = "/memfd:elastic-copies"
 POLL_S = 0.01
-SETTLES_S = 0.5
+KEEPS_STATUS = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2]) >= (6, 15)
+"""True if the pidfd of a process that was reaped tells how it ended."""
 STOP_S = 2.0
 """Time in seconds that a process has to stop.  SIGSTOP acts at once, except on a process that waits for a disk."""
 ENDED = ("Z", "X", "gone")
@@ -82,12 +84,26 @@ class Watched:
 
     def wait(self, deadline_s: float) -> Ended:
         """Returns how it ended.  Raises :class:`StillRunning` after ``deadline_s``."""
-        if not select.select([self.fd], [], [], deadline_s)[0]:
-            raise StillRunning(f"process {self.pid} still runs after {deadline_s} s, in state {state(self.pid)}")
-        settles_at = time.monotonic() + SETTLES_S  # while it is reaped it is no zombie any more, and the pidfd does not know yet
-        while (ended := self._ended()).status is None and time.monotonic() < settles_at:
-            time.sleep(0.001)
+        until = time.monotonic() + deadline_s
+        select.select([self.fd], [], [], deadline_s)
+        while (ended := self.ended()) is None:
+            if not self._reaped(max(until - time.monotonic(), 0)):
+                raise StillRunning(f"process {self.pid} still runs after {deadline_s} s, in state {state(self.pid)}")
         return ended
+
+    def ended(self) -> Ended | None:
+        """Returns how it ended.  Returns None while it runs, and in the moment in which it is a zombie no more, and not reaped yet."""
+        if self.running:
+            return None
+        reaped = self._reaped()  # it is asked before the status: whoever is reaped then has left its status with the pidfd
+        ended = self._ended()
+        return ended if ended.status is not None or reaped or not KEEPS_STATUS else None
+
+    def _reaped(self, timeout_s: float = 0.0) -> bool:
+        """Returns whether it has been reaped, or is in time: its pidfd hangs up then."""
+        waits = select.poll()
+        waits.register(self.fd, 0)
+        return bool(waits.poll(1000 * timeout_s))
 
     def _ended(self) -> Ended:
         buffer = bytearray(INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import (
+    KEEPS_STATUS,
     SHM,
     Machine,
     StillRunning,
@@ -68,6 +69,33 @@ def test_the_status_outlives_the_zombie() -> None:
         process.wait()
         ended = watched.wait(10)
         assert (ended.source, ended.signal) in (("pidfd", signal.SIGKILL), ("gone", None))
+
+
+@pytest.mark.skipif(not KEEPS_STATUS, reason="this Linux forgets how a process ended that somebody else reaped")
+def test_the_status_is_known_however_fast_somebody_else_reaps() -> None:
+    """The system reaps each child of a parent that ignores SIGCHLD at once, so there may be no zombie at all."""
+    parent = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for _ in range(20):
+    end, held = os.pipe()
+    if not (pid := os.fork()):
+        os.close(held)
+        os.read(end, 1)
+        os._exit(7)
+    os.close(end)
+    print(pid, flush=True)
+    sys.stdin.readline()
+    os.close(held)
+"""
+    with child(sys.executable, "-c", parent, stdout=subprocess.PIPE) as (process, _):
+        assert process.stdin is not None and process.stdout is not None
+        for _ in range(20):
+            with Watched(int(process.stdout.readline())) as watched:
+                assert watched.ended() is None
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+                assert watched.wait(10).exit_code == 7
 
 
 def test_a_process_that_does_not_end_is_an_error() -> None:

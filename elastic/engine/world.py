@@ -266,7 +266,8 @@ class World:
                 if work is not None:
                     work.wait()
             except RuntimeError as error:
-                raise WorldBroken(f"a collective of generation {self.generation} failed: {error}") from error
+                why = "the connection to another member broke"  # gloo's own words follow in the log
+                raise WorldBroken(f"a collective of generation {self.generation} failed: {why}") from error
 
         return wait
 

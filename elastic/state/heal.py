@@ -217,7 +217,7 @@ def _exchange_at_once(
         try:
             work.wait()
         except RuntimeError as error:  # gloo raises this class for a lost peer; only this place tells that from an error of ours
-            raise WorldBroken(f"a member was lost while slices were exchanged: {error}") from error
+            raise WorldBroken("the connection to another member broke while slices were exchanged") from error
     world.finish()  # waits by polling: copies to the host synchronise, and would block behind a peer that died
     for rank, buffer in receives.items():
         for part, raw in zip(incoming[rank], buffer.split([part.nbytes for part in incoming[rank]]), strict=True):

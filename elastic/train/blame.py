@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from elastic.errors import AbortStuck, CopyLost, FencedOff, StateDamaged, WorldBroken
+from elastic.errors import AbortStuck, CopyLost, ElasticError, FencedOff, StateDamaged, WorldBroken
 from elastic.protocol.commit_record import BadRecord
 from elastic.state.snapshot import NoMemory
 from storage.errors import Damaged, StorageError
@@ -55,6 +55,13 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
     if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
         return "peer", ""
     return "job", _signature(error)
+
+
+def plainly(error: Exception) -> str:
+    """Returns what happened, for an error that is not the user's.  The words of a communication library are left to the log."""
+    if isinstance(error, ElasticError | StorageError | BadRecord):
+        return str(error)
+    return "the connection to another member broke, or that member does not answer; this worker's log has the library's own words"
 
 
 def _signature(error: Exception) -> str:

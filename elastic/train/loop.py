@@ -26,7 +26,7 @@ from elastic.protocol.events import Broken, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, home_of, nothing
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.blame import classify, tell_where_all_stand, touch
+from elastic.train.blame import classify, plainly, tell_where_all_stand, touch
 from elastic.train.faults import Seat
 from elastic.train.inventory import decay_line, memory_line
 from elastic.train.machine.interface import interface
@@ -274,7 +274,7 @@ class Trainer(Controlled):
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)
-        detail = f"{at}{trace}" if cause in ("job", "device") else str(error)
+        detail = f"{at}{trace}" if cause in ("job", "device") else plainly(error)
         version = plan.version if cause == "damaged" else None
         step = self.session.counters["step"] + 1
         self._say(Broken(self.worker, plan.generation, step, cause, detail, signature, version))

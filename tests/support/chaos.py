@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -23,7 +24,7 @@ from elastic.imports import load
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from elastic.report.ledger import ledger
-from elastic.report.story import Line, StepLine
+from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs import Run
 from elastic.train.counters import FIELDS, Counters, segment
 from elastic.train.faults import EXIT_CODE
@@ -194,6 +195,8 @@ CAUSES = {"exception": "job", "device_assert": "device"}
 """Causes that victims report, by kind of fault; victims of other kinds report nothing."""
 SAID: Mapping[str, str] = {"job": "InjectedError", "device": "device-side assert"}
 """Words that the report contains, by cause."""
+LIBRARY = re.compile(r"\.cc:\d|\.cpp:\d|[Gg]loo|NCCL|Connection (closed|reset)|socket|keys: /")
+"""Words of gloo, NCCL and torch's store."""
 LEFT = ("exit code", 0)
 """Status of a process that ended in good order."""
 
@@ -265,6 +268,9 @@ def assert_survived(
     assert_work(job, witness.total("microbatches_run"), generations, unsaved)
     assert [each.tier for each in generations] == list(tiers), generations
     assert_bytes(witness, generations)
+    # what is said to the user is in plain words; those of a communication library are in the logs
+    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "cannot go on (peer" in line.text]
+    assert not [text for text in told if LIBRARY.search(text)], told
     # 6: nothing is left
     assert_nothing_left(chaos)
 

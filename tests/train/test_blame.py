@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 import threading
 
 import pytest
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 from elastic.errors import AbortStuck, FencedOff, StateDamaged, WorldBroken
 from elastic.state.snapshot import NoMemory
-from elastic.train.blame import classify, tell_where_all_stand, touch
+from elastic.train.blame import classify, plainly, tell_where_all_stand, touch
 from storage.errors import Damaged, Unavailable
 
 ASSERTED = "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in the manual.\nIt may come late."
@@ -77,6 +79,27 @@ def test_what_is_told_apart_besides() -> None:
     assert classify(raised(Damaged("shard-0", "blake3 a", "blake3 b")), fine) == ("damaged", "")
     assert classify(raised(Unavailable("read", "no answer")), fine) == ("peer", "")
     assert classify(raised(FencedOff("no coordinator", lease=True)), lost) == ("lease", ""), "it leaves anyway"
+
+
+def of_a_real_store() -> Exception:
+    """Returns what torch raises when a member that is waited for does not come."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(dist.DistError) as found:
+        store.wait(["never"], datetime.timedelta(milliseconds=1))
+    return found.value
+
+
+GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:24116")
+
+
+@pytest.mark.parametrize("error", [GLOO, dist.DistBackendError(NCCL), of_a_real_store()], ids=lambda error: type(error).__name__)
+def test_the_words_of_a_library_are_told_plainly(error: Exception) -> None:
+    """The controls are an error of ours and one of the bucket, which are in plain words already; the log has both in full."""
+    said = plainly(error)
+    assert "another member" in said and "log" in said
+    assert not re.search(r"[\d:/]|NCCL", said) and re.search(r"[\d:/]|NCCL", str(error)), "no addresses, no files of another project"
+    for ours in (WorldBroken("generation 3 is aborted"), Unavailable("read", "no answer")):
+        assert plainly(ours) == str(ours)
 
 
 def test_a_cpu_is_never_lost() -> None:

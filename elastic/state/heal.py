@@ -25,9 +25,10 @@ from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
 from elastic.state.digest import digests
 from elastic.state.initialise import initialise
-from elastic.state.shard import DTYPES, Home, Shard, place_of
+from elastic.state.shard import DTYPES, Home, Key, Shard, place_of
 from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import STREAMS, StagingStream
+from elastic.state.streaming import look_at
 from elastic.train.model import State
 from elastic.train.step import Session
 from storage.background import begin
@@ -126,11 +127,12 @@ def from_members(
     """Exchanges with the other members the slices that ``todo`` takes from live memory; returns the bytes received.
 
     Slices that this worker itself holds are copied from ``there``.  Without ``fill`` the shard stays as it is.  Raises
-    :class:`WorldBroken` if a member is lost, and :class:`StateMissing` if this worker does not hold what the plan takes from it.
+    :class:`WorldBroken` if a member is lost, :class:`StateMissing` if this worker does not hold what the plan takes from it, and
+    :class:`StateDamaged` if that is in a file that changed.
     """
     tensors = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     rank_of = {member: rank for rank, member in enumerate(plan.members)}
-    sources = [shard for shard in there if shard.version == plan.version]
+    sources, sound = [shard for shard in there if shard.version == plan.version], set[tuple[int, Key]]()
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
     for move in todo:
@@ -140,11 +142,11 @@ def from_members(
         mine, theirs = move.source == worker, move.destination == worker
         if mine and theirs:
             if fill:
-                state.shard.part(tensor, move.slice).copy_(_find(sources, tensor, move.slice))
+                state.shard.part(tensor, move.slice).copy_(_find(sources, tensor, move.slice, sound))
                 for shard in (state.shard, *sources):
                     shard.let_go((tensor.kind, tensor.name))
         elif mine:
-            outgoing[rank_of[move.destination]].append(_find(sources, tensor, move.slice))
+            outgoing[rank_of[move.destination]].append(_find(sources, tensor, move.slice, sound))
         elif theirs:
             part = state.shard.part(tensor, move.slice)
             incoming[rank_of[move.source]].append(part if fill else torch.empty_like(part))
@@ -159,10 +161,17 @@ def from_members(
     return received
 
 
-def _find(sources: list[Shard], tensor: Tensor, wanted: Slice) -> torch.Tensor:
-    """Returns the memory of ``wanted`` in the first of the shards that contains it."""
+def _find(sources: list[Shard], tensor: Tensor, wanted: Slice, sound: set[tuple[int, Key]]) -> torch.Tensor:
+    """Returns the memory of ``wanted`` in the first of the shards that contains it.
+
+    ``sound`` has the slots and tensors that were looked at already.  Raises :class:`StateDamaged` if the tensor is in a file that changed.
+    """
     for shard in sources:
         if place_of(tensor, shard.cell, wanted) is not None:
+            key = tensor.kind, tensor.name
+            if shard.home is not None and (shard.home.slot, key) not in sound:
+                look_at(shard.home, key)
+                sound.add((shard.home.slot, key))
             return shard.part(tensor, wanted)
     raise StateMissing(f"the plan takes {wanted} from this worker, which does not hold it")
 

@@ -11,14 +11,14 @@ slower.
 The slots may be in files (Rajbhandari and others 2021, ZeRO-Infinity).  Nothing else changes, except that threads read and write them, and
 that each tensor leaves the memory of this process once it was read or written.  A disk may lose a write without a word, and then the old
 bytes come back.  So the digests of all that was read are compared with those that were written, and an update ends with an error if they
-differ.
+differ.  What is read outside of an update (:func:`fetch`) is compared before it is used.
 """
 
 from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -109,6 +109,45 @@ def put(home: Home, key: Key, value: torch.Tensor) -> None:
     home.values[key].copy_(value)
     home.sums[home.blocks[key]] = digests(value).to(home.sums.device)
     home.let_go(key)
+
+
+def fetch(home: Home, key: Key, device: torch.device) -> torch.Tensor:
+    """Returns a tensor of a slot for use on ``device``; it may be the slot's own memory.  It waits for nothing on the device.
+
+    Raises :class:`StateDamaged` if the slot is in a file and the bytes are not those that were written there.
+    """
+    if not home.folder:
+        return home.values[key].to(device, non_blocking=True)
+    value = home.values[key].clone()  # the file may be read anew at each use
+    home.let_go(key)
+    if not torch.equal(digests(value), home.sums[home.blocks[key]]):
+        raise StateDamaged(_told(home.folder, [key]))
+    return value.to(device)
+
+
+def look_at(home: Home, key: Key) -> None:
+    """Raises :class:`StateDamaged` if a tensor is in a file and its bytes there are not those that were written."""
+    if home.folder:
+        sound = torch.equal(digests(home.values[key]), home.sums[home.blocks[key]])
+        home.let_go(key)
+        if not sound:
+            raise StateDamaged(_told(home.folder, [key]))
+
+
+class Moments(Mapping[str, torch.Tensor]):
+    """The moments of a parameter that lives in a slot.  Each is fetched when it is used, because it may be in a file."""
+
+    def __init__(self, home: Home, name: str, kinds: Iterable[str], device: torch.device) -> None:
+        self._home, self._name, self._kinds, self._device = home, name, tuple(kinds), device
+
+    def __getitem__(self, kind: str) -> torch.Tensor:
+        return fetch(self._home, (f"moment.{kind}", self._name), self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
 
 
 class _Way(Protocol):

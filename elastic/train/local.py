@@ -35,6 +35,7 @@ from elastic.report.story import Line, Sentence, Story
 from elastic.runs import Run
 from elastic.state.heal import Healing, home_of
 from elastic.state.shard import Shard
+from elastic.state.streaming import look_at
 from elastic.state.uploader import name_of
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
@@ -83,8 +84,14 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
 
 
 def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] | None = None) -> ShardReceipt:
-    """Writes this process's part of a save itself and returns the receipt; ``hook`` is called before each slice goes out."""
+    """Writes this process's part of a save itself and returns the receipt; ``hook`` is called before each slice goes out.
+
+    Raises :class:`StateDamaged` if the state is in a file that changed.
+    """
     layout, rank = state.world.layout, state.world.rank
+    if state.shard.home is not None:
+        for key in state.shard.home.values:
+            look_at(state.shard.home, key)
     parts = [(tensor, box.slice, _raw(state.shard.part(tensor, box.slice))) for tensor, box in written_by(state.tensors, layout, rank)]
 
     def done(tensor: Tensor) -> None:

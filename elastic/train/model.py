@@ -24,7 +24,7 @@ from elastic.imports import failure, load
 from elastic.job import Job
 from elastic.plan.placement import cell_of, held
 from elastic.state.shard import DTYPE_NAMES, DTYPES, Home, Key, Shard
-from elastic.state.streaming import group_bytes, groups_of, put, through
+from elastic.state.streaming import Moments, fetch, group_bytes, groups_of, put, through
 from elastic.train.arithmetic import Arithmetic
 from storage.errors import Unavailable
 from storage.slices import Tensor, Version, nbytes
@@ -184,12 +184,15 @@ class State:
     def _live_in(self, home: Home) -> None:
         values, parts = home.values, self.optimizer.parts
         self.shard.values |= {key: values[key] for unit in self._streamed for key in unit}
-        self.shard.home, self.next_home = home, None
+        self.shard.home, self.next_home, device = home, None, self.world.device
         self.parameters.parts = {name: values["parameter", name] for name in self.parameters.parts}
         if isinstance(self.parameters, Whole):
-            self.parameters.let_go = lambda name: home.let_go(("parameter", name))
+            self.parameters.fetch = lambda name: fetch(home, ("parameter", name), device)
         self.trained = {name: values["parameter", name] for name in self.trained}
-        self.optimizer.parts = {name: _part_of(part, values) for name, part in parts.items()}
+        self.optimizer.parts = {
+            name: replace(part, values=values["parameter", name], moments=Moments(home, name, part.moments, device))
+            for name, part in parts.items()
+        }
 
     def _visit(self, update: Callable[[list[Part]], None]) -> None:
         """Updates the parts on the device, group by group, on their way to the next slot; the model gets the new weights."""
@@ -216,12 +219,11 @@ class State:
                 put(self.shard.home, key, value)
 
     def read_the_rest(self) -> None:
-        """Reads from the slot the tensors that do not live in it."""
+        """Reads from the slot the tensors that do not live in it.  Raises :class:`~elastic.errors.StateDamaged`."""
         assert self.shard.home is not None
         for key, value in self.shard.values.items():
             if not _is_streamed(key):
-                value.copy_(self.shard.home.values[key])
-                self.shard.home.let_go(key)
+                value.copy_(fetch(self.shard.home, key, value.device))
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
         """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""

@@ -137,6 +137,8 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     with torch.no_grad():
         for value in state.shard.values.values():
             value.zero_()
+        if home is not None:
+            home.sums.zero_()  # the digests of zeros
     batch = session.loader.read(session.cursor.microbatch_ids(1, 0, session.job.microbatch))
     state.model.train()
     state.sync.begin_step(1)

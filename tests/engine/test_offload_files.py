@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +27,7 @@ from elastic.job import Job
 from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout
 from elastic.protocol.copy_schedule import Copy
-from elastic.state import node_memory
+from elastic.state import heal, node_memory
 from elastic.state.region import Region, frame
 from elastic.state.shard import Home, Key, Shard
 from elastic.state.snapshot import Snapshots
@@ -33,14 +35,15 @@ from elastic.state.streaming import SHARES, Values, _Threads, buffer_gb, group_b
 from elastic.state.uploader import check
 from elastic.train import session
 from elastic.train.local import run_local
-from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
+from elastic.train.model import State, build_model, builder_of, bytes_of, tensors_of
 from elastic.train.preflight import preflight
+from elastic.train.step import compute
 from storage.slices import Tensor
 from tests.engine.test_offload import AFTER, torn, trained
 from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, member, train
+from tests.support.segments import Member, Trained, member, train
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
@@ -250,6 +253,39 @@ def test_a_write_that_fails_ends_the_update(tmp_path: Path, monkeypatch: pytest.
         world.close()
 
 
+def lies_at(me: Member, step: int, kind: str) -> tuple[Region, int, int]:
+    """Returns the region of the member's slots, the place in it of the first tensor of ``kind`` at version ``step``, and its size."""
+    assert me.session.snapshots is not None
+    region, lies = me.session.snapshots.region, frame(me.state.tensors, me.state.shard.cell)
+    slot = region.find(Copy(Version(step, 1), me.state.shard.cell))
+    assert slot is not None
+    check(region, slot, lies)
+    place = next(place for tensor, place in lies.places.items() if tensor.kind == kind)
+    return region, region.data_at(slot) + place.offset, place.bytes
+
+
+def bend(me: Member, step: int, kind: str) -> None:
+    """Writes other bytes into the file in which the member's state at version ``step`` is."""
+    region, at, size = lies_at(me, step, kind)
+    old = os.pread(region.descriptor, size, at)
+    assert os.pwrite(region.descriptor, bytes(255 - byte for byte in old), at) == size
+
+
+@contextmanager
+def alone_in_files(folder: Path, **changes: Any) -> Iterator[Member]:
+    """Makes this process the only member of a world whose state is in files."""
+    world = World.alone(torch.device("cpu"), generation=1)
+    try:
+        with member(world, in_files(folder, **changes), Version(0, 0), prefetch=0) as me:
+            yield me
+    finally:
+        world.close()
+
+
+def says(folder: Path, kind: str) -> str:
+    return rf"state in files of {folder} on .*: the bytes are not those that were written \(first in {kind} '"
+
+
 @pytest.mark.parametrize("kind", ["parameter", "moment.exp_avg_sq"])
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "control"])
 def test_old_bytes_that_come_back_are_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, checked: bool) -> None:
@@ -260,42 +296,74 @@ def test_old_bytes_that_come_back_are_no_state(tmp_path: Path, monkeypatch: pyte
     """
     if not checked:
         monkeypatch.setattr(_Threads, "wrong", lambda self: [])
-    world = World.alone(torch.device("cpu"), generation=1)
-    try:
-        with member(world, in_files(tmp_path), Version(0, 0), prefetch=0) as me:
-            assert me.session.snapshots is not None
-            region, lies = me.session.snapshots.region, frame(me.state.tensors, me.state.shard.cell)
-            place = next(place for tensor, place in lies.places.items() if tensor.kind == kind)
-
-            def slot_of(step: int) -> int | None:
-                return region.find(Copy(Version(step, 1), me.state.shard.cell))
-
-            def at(step: int) -> int:
-                slot = slot_of(step)
-                assert slot is not None
-                check(region, slot, lies)
-                return region.data_at(slot) + place.offset
-
+    with alone_in_files(tmp_path) as me:
+        me.step()
+        region, at, size = lies_at(me, 1, kind)
+        old = os.pread(region.descriptor, size, at)
+        me.step()
+        _, at, _ = lies_at(me, 2, kind)
+        assert os.pread(region.descriptor, size, at) != old
+        assert os.pwrite(region.descriptor, old, at) == size
+        if not checked:
             me.step()
-            old = os.pread(region.descriptor, place.bytes, at(1))
+            assert lies_at(me, 3, kind), "the digests of what became of old bytes match"
+            return
+        with pytest.raises(StateDamaged, match=says(tmp_path, kind)):
             me.step()
-            assert os.pread(region.descriptor, place.bytes, at(2)) != old
-            assert os.pwrite(region.descriptor, old, at(2)) == place.bytes
-            if not checked:
-                me.step()
-                assert at(3), "the digests of what became of old bytes match"
-                return
-            named = rf"state in files of {tmp_path} on .*: the bytes are not those that were written \(first in {kind} '"
-            with pytest.raises(StateDamaged, match=named):
-                me.step()
-            with me.fence as rules:
-                assert not rules.held, "the member answers as for any update that failed"
-            read = slot_of(2)
-            assert read is not None and slot_of(3) is None
-            with pytest.raises(StateMissing, match=f"the copy of {kind} .* is damaged"):
-                check(region, read, lies)
-    finally:
-        world.close()
+        with me.fence as rules:
+            assert not rules.held, "the member answers as for any update that failed"
+        assert region.find(Copy(Version(3, 1), me.state.shard.cell)) is None
+        with pytest.raises(StateMissing, match=f"the copy of {kind} .* is damaged"):
+            lies_at(me, 2, kind)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "scalar", "none"])
+def test_a_file_that_changed_is_not_adopted(tmp_path: Path, kind: str) -> None:
+    """A member of another world takes the slot that has its state already: nothing is copied, so nobody else looks at it.
+
+    The weights to compute with are made from it in the first step, and scalars come from it at once.  The control: a file that did not
+    change gives the loss that the member of the world before gets.
+    """
+    with alone_in_files(tmp_path) as me:
+        me.step()
+        if kind != "none":
+            bend(me, 1, kind)
+        session, cell = me.session, me.state.shard.cell
+        assert session.snapshots is not None
+        home = session.snapshots.home(Copy(Version(1, 1), cell), [], adopt=True)
+        assert home.whole
+        state = State(session.job, session.builder, session.rule, me.state.world, Version(1, 1), home)
+        with pytest.raises(StateDamaged, match=says(tmp_path, kind)) if kind != "none" else nullcontext():
+            state.read_the_rest()
+            losses = compute(session, state, 2).losses
+        if kind == "none":
+            assert torch.equal(torch.stack(losses), torch.stack(compute(session, me.state, 2).losses))
+
+
+@pytest.mark.parametrize("bent", [True, False], ids=["bent", "control"])
+def test_a_direction_is_not_made_from_bytes_that_changed(tmp_path: Path, bent: bool) -> None:
+    """Muon reads momenta before the commit, and sends others what it makes of them: so nothing may be committed."""
+    with alone_in_files(tmp_path, optim={"lr": 1e-2, "kind": "muon"}) as me:
+        me.step()
+        if bent:
+            bend(me, 1, "moment.momentum_buffer")
+        with pytest.raises(StateDamaged, match=says(tmp_path, "moment.momentum_buffer")) if bent else nullcontext():
+            me.step()
+        assert me.session.counters["collective"] == 0 and me.session.counters["step"] == (1 if bent else 2), "no step is prepared"
+
+
+@pytest.mark.parametrize("bent", [True, False], ids=["bent", "control"])
+def test_what_is_sent_to_others_or_saved_is_looked_at(tmp_path: Path, bent: bool) -> None:
+    """A save in one process, and a survivor's part that another member is to have."""
+    with alone_in_files(tmp_path) as me:
+        me.step()
+        if bent:
+            bend(me, 1, "moment.exp_avg")
+        with pytest.raises(StateDamaged, match=says(tmp_path, "moment.exp_avg")) if bent else nullcontext():
+            me.save()
+        tensor = next(tensor for tensor in me.state.tensors if tensor.kind == "moment.exp_avg")
+        with pytest.raises(StateDamaged, match=says(tmp_path, "moment.exp_avg")) if bent else nullcontext():
+            heal._find([me.state.shard], tensor, tensor.whole(), set())
 
 
 # ---- what cannot work

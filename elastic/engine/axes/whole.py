@@ -69,8 +69,8 @@ class Whole(Parameters):
         owner of their memory, which is the host's, sets them.  A bucket of joined blocks has at most ``bucket`` elements.
         """
         self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.dp_shard, offloads
-        self.let_go: Callable[[str], None] = lambda name: None
-        """It is called with a parameter's name once its part, which may be in a file, was read."""
+        self.fetch: Callable[[str], Tensor] = lambda name: self.parts[name]
+        """It returns a parameter's part on the device; whoever owns memory of the host sets it."""
         self._fresh = False
         """True if the model's weights are those of the parts; it matters only where the parts are in host memory."""
         known, buckets = dict(model.named_parameters()), buckets_of(model, table, bucket)
@@ -151,9 +151,8 @@ class Whole(Parameters):
     def _make_copies(self) -> None:
         """Writes the present values into the parameters with which the model computes, or begins to gather them there."""
         if self.offloads and not self._fresh:
-            for name, part in self.parts.items():
-                self.take(name, part.to(self.world.device, non_blocking=True))
-                self.let_go(name)
+            for name in self.parts:
+                self.take(name, self.fetch(name))
             self._fresh = True
         self._fp8.cast(self.parts)
         self._gathers.begin()

@@ -51,7 +51,7 @@ def prepare(parts: list[Part], grads: list[Tensor], before: Before) -> Mapping[s
         part, grad = chosen[number]
         wide = torch.promote_types(grad.dtype, torch.float32)  # in 16 bits the kernel rounds the last elements of a tensor differently
         mean = before.mean(grad.to(wide))
-        momentum = part.moments[MOMENTUM].to(mean.device, wide, non_blocking=True)  # it may live in host memory
+        momentum = part.moments[MOMENTUM].to(mean.device, wide)
         return mean.lerp_(momentum.lerp(mean, 1 - mu), mu).bfloat16()
 
     shapes = [(part.shape[0], part.shape[1]) for part, _ in chosen]

@@ -419,8 +419,8 @@ class Coordinator:
 
     def _record(self, now: float, event: Event, before: RunState, transition: Transition, heard_until: float) -> None:
         run, durable = transition.run, transition.durable
-        late = heard_until if heard_until < now else None
-        record = codec.record(self.journal.next, now, event, before, transition, self.recorded, late)
+        heard = heard_until if heard_until < now else None
+        record = codec.record(self.journal.next, now, event, before, transition, self.recorded, heard)
         last, known = self.recorded, codec.known_after(event, before, run)
         self.recorded = known
         try:
@@ -437,7 +437,7 @@ class Coordinator:
         for each in parts(event):
             if isinstance(each, StepDone) and before.version.step < each.outcome.step <= self.state.version.step:
                 lr, members = learning_rate_of(self.job, each.outcome.step), before.plan.members if before.plan else ()
-                self.story.step(now, each.outcome, members, lr, each.work, late=not self.inbox.empty())
+                self.story.step(now, each.outcome, members, lr, each.work, queued=not self.inbox.empty())
         if reason and transition.taken and reason != self.reason:
             self.reason = reason
             self.story.say(now, reason)

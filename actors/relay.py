@@ -43,7 +43,7 @@ class Outbox:
     """Sends what a worker says, in order.  Any thread puts events; a thread of its own sends them, one call at a time."""
 
     def __init__(self, coordinator: Any, fence_s: float) -> None:
-        self._coordinator, self._late_s = coordinator, 2 * fence_s / HOPS
+        self._coordinator, self._in_time_s = coordinator, 2 * fence_s / HOPS
         self.keeper: Any = None
         """The keeper that passes on what this worker says and asks; None if there is none."""
         self._late: Any = None
@@ -64,7 +64,7 @@ class Outbox:
         """Waits until all that was put before has been sent, but not for long."""
         sent = threading.Event()
         self._waiting.put(sent)
-        sent.wait(2 * self._late_s)
+        sent.wait(2 * self._in_time_s)
 
     def _run(self) -> None:
         while True:
@@ -73,7 +73,7 @@ class Outbox:
                 self._send(events)
             for each in taken:
                 if isinstance(each, threading.Event):
-                    self._nothing_waits(self._late_s / 2)
+                    self._nothing_waits(self._in_time_s / 2)
                     each.set()
 
     def _send(self, events: tuple[Event, ...]) -> None:
@@ -87,7 +87,7 @@ class Outbox:
             return False
         call, self._late = keeper.pass_on.remote(events), None
         try:
-            return bool(ray.get(call, timeout=self._late_s))
+            return bool(ray.get(call, timeout=self._in_time_s))
         except ray.exceptions.GetTimeoutError:
             self._late = call
         except ray.exceptions.RayError:  # the next keeper says when it follows the worker
@@ -152,7 +152,7 @@ class Orders:
     ) -> None:
         """The mappings name the actors and the node of each worker that has joined; the caller changes them as workers come and go."""
         self._incarnation, self._workers, self._homes, self._keepers = incarnation, workers, homes, keepers
-        self._late_s = fence_s / HOPS
+        self._in_time_s = fence_s / HOPS
         self._late: dict[NodeId, Any] = {}
         """The call to each keeper that did not answer in time."""
         self._relayed = defaultdict[NodeId, deque[_Order]](partial(deque, maxlen=ORDERS))
@@ -193,7 +193,7 @@ class Orders:
 
     def _see_to(self, relayed: Mapping[Any, tuple[NodeId, tuple[WorkerId, ...]]], order: str, arguments: tuple[object, ...]) -> None:
         """Sends an order directly to the workers whom it has not reached through their keeper."""
-        until = time.monotonic() + self._late_s
+        until = time.monotonic() + self._in_time_s
         for call, (node, those) in relayed.items():
             try:
                 those = ray.get(call, timeout=max(until - time.monotonic(), 0.001))

@@ -33,20 +33,20 @@ def test_a_story_keeps_its_newest_lines_and_repeats_none_to_a_reader_that_asks_f
     assert len(story.since(0)[1]) == LINES
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_steps_that_are_heard_all_at_once_have_no_rate_of_their_own(late: bool) -> None:
+@pytest.mark.parametrize("queued", [True, False])
+def test_steps_that_are_heard_all_at_once_have_no_rate_of_their_own(queued: bool) -> None:
     """After a takeover the steps that nobody had heard come within a millisecond.  The control: timed one by one they would seem to have
     millions of tokens a second.
     """
     story, known, members = Story(10), Outcome(1, 1, 1.0, (1.0,), (1000,), ((0,),), True), (WorkerId("w1"), WorkerId("w2"))
     for step in (1, 2, 3):
-        story.step(100.0 + step / 1e4, replace(known, step=step), members, 0.1, late=late and step < 3)
+        story.step(100.0 + step / 1e4, replace(known, step=step), members, 0.1, queued=queued and step < 3)
     story.step(101.0003, replace(known, step=4), members, 0.1)
-    story.step(103.0003, replace(known, step=5), members, 0.1, late=True)
+    story.step(103.0003, replace(known, step=5), members, 0.1, queued=True)
     story.step(103.0003, replace(known, step=6), members, 0.1)
     rates = [round(line.tokens_per_s) for line in story.lines if isinstance(line, StepLine)]
     assert rates[3:] == [1000, 1000, 1000], "two steps of the last two seconds"
-    assert rates[:3] == ([0, 0, 0] if late else [0, 10_000_000, 10_000_000])
+    assert rates[:3] == ([0, 0, 0] if queued else [0, 10_000_000, 10_000_000])
 
 
 def test_a_step_names_the_worker_that_waited_longest_for_data_and_the_memory_of_the_fullest_gpu() -> None:

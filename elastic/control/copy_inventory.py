@@ -33,7 +33,7 @@ from elastic.protocol.copy_schedule import version_at
 from elastic.protocol.events import Kept
 from elastic.protocol.plan import Plan
 
-LATE = 10
+OVERDUE = 10
 """Number of overdue copies after which the run is reported as unprotected."""
 
 # ---- what keepers hold
@@ -128,10 +128,10 @@ def committed(decision: Decision, outcome: Outcome, before: RunState) -> None:
     copied = version_at(plan, outcome.copied_through) or run.copies.copied
     buddied = version_at(plan, outcome.buddied_through) or run.copies.buddied
     decision.know("copies", copied=copied, buddied=buddied)
-    if _late(decision.run) and not _late(before):
+    if _overdue(decision.run) and not _overdue(before):
         since = unprotected_since(decision.run)
         decision.say(f"unprotected since step {since}: not every member of generation {plan.generation} has a later copy in host memory")
-    elif _late_at_buddies(decision.run) and not _late_at_buddies(before):
+    elif _overdue_at_buddies(decision.run) and not _overdue_at_buddies(before):
         since = unbuddied_since(decision.run)
         decision.say(f"other nodes hold no copy newer than step {since}: if a node is lost, the steps after it may be lost")
     safe = _safe(plan, copied, buddied)
@@ -150,27 +150,27 @@ def unprotected_since(run: RunState) -> int | None:
     plan, copied = run.plan, run.copies.copied
     if plan is None or not plan.copy_every:
         return None
-    return plan.version.step if copied is None else copied.step if _late(run) else None
+    return plan.version.step if copied is None else copied.step if _overdue(run) else None
 
 
 def unbuddied_since(run: RunState) -> int | None:
     """Returns the last step whose copies are complete at the buddies, if later ones are long overdue; None where all is well."""
     plan = run.plan
-    return (run.copies.buddied or plan.version).step if plan is not None and _late_at_buddies(run) else None
+    return (run.copies.buddied or plan.version).step if plan is not None and _overdue_at_buddies(run) else None
 
 
-def _late(run: RunState) -> bool:
+def _overdue(run: RunState) -> bool:
     """Returns whether so many copies are overdue that something must be wrong."""
-    return run.plan is not None and bool(run.plan.copy_every) and _is_late(run, run.plan, run.copies.copied, paces(run)[0])
+    return run.plan is not None and bool(run.plan.copy_every) and _is_overdue(run, run.plan, run.copies.copied, paces(run)[0])
 
 
-def _late_at_buddies(run: RunState) -> bool:
+def _overdue_at_buddies(run: RunState) -> bool:
     """Returns whether so many copies are overdue at the buddies that something must be wrong."""
-    return run.plan is not None and bool(run.plan.buddy_every) and _is_late(run, run.plan, run.copies.buddied, paces(run)[1])
+    return run.plan is not None and bool(run.plan.buddy_every) and _is_overdue(run, run.plan, run.copies.buddied, paces(run)[1])
 
 
-def _is_late(run: RunState, plan: Plan, version: Version | None, pace: int) -> bool:
-    return run.step - (version or plan.version).step >= LATE * pace
+def _is_overdue(run: RunState, plan: Plan, version: Version | None, pace: int) -> bool:
+    return run.step - (version or plan.version).step >= OVERDUE * pace
 
 
 def paces(run: RunState) -> tuple[int, int]:

@@ -49,8 +49,8 @@ def _more_join(decision: Decision) -> bool:
     fresh = fit and not run.members.seats and not run.stop and not run.takeover.unread and not run.history.saved
     if newest is None or not fresh or any(refusal.shared for refusal in run.cluster.refused.values()):
         return False
-    late = decision.due(max(run.state.since if isinstance(run.state, Waiting) else 0.0, run.takeover.blind_until) + rules.wait_s)
-    return not late and len(run.workers) < rules.max_workers and decision.now - newest.joined_at < rules.grow_debounce_s
+    waited = decision.due(max(run.state.since if isinstance(run.state, Waiting) else 0.0, run.takeover.blind_until) + rules.wait_s)
+    return not waited and len(run.workers) < rules.max_workers and decision.now - newest.joined_at < rules.grow_debounce_s
 
 
 def _waits_for_others(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> bool:

@@ -47,14 +47,14 @@ def parallelize(
         torch.cuda.current_stream().wait_stream(stream(COLLECTIVES, world.device))
     aliases, table = _aliases(blueprint), sharding_table(blueprint)
     deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
-    scheme = scheme_of(job)(world, deal, late=job.parallel.zero == 1)
+    scheme = scheme_of(job)(world, deal, deferred=job.parallel.zero == 1)
     apply_kernels(blueprint, world.device, job)
     precision = PRECISIONS[job.precision]
     if precision.fp8 is not None:
         apply_fp8(blueprint, table, precision.fp8)
     apply_recompute(blueprint, table, job.recompute)
     norms = apply_batch_norm(blueprint, table, world.device, job)
-    statistics = Statistics(norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, late=True), job.model)
+    statistics = Statistics(norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, deferred=True), job.model)
     if job.compile:
         apply_compile(blueprint, table, forward_alone=job.recompute == "sqrt" or job.activations != "keep", backend=backend)
     if job.recompute == "sqrt":

@@ -1,9 +1,8 @@
 """The memory that a member needs on its device and its copies on their node, and the smallest shard degree at which both fit.
 
 Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of the gradients in float32;
-with late sums, all of that sum.  It also holds the copy of the weights with which it computes: with one shard if that has another dtype,
-and with more unless they are gathered block by block (stage 3 of ZeRO).  What comes and goes in a step, such
-as activations, does not depend on the layout; a worker measures it before it joins.  While a world forms, a member holds its old part
+with deferred sums, all of that sum.  It also holds the copy of the weights with which it computes: with one shard if that has another
+dtype, and with more unless they are gathered block by block (stage 3 of ZeRO).  What comes and goes in a step, such as activations, does not depend on the layout; a worker measures it before it joins.  While a world forms, a member holds its old part
 beside the new one, and no gradients; the old part is not larger than that at the smallest degree.
 """
 
@@ -33,8 +32,8 @@ class Need:
     """Copies of the weights that a member keeps in a world with more shards."""
     fp8: int = 0
     """Parts of weights in fp8, from which blocks are gathered: a member of a world with more shards holds its share of them, too."""
-    late: bool = False
-    """True if each member holds the sums of all gradients."""
+    deferred: bool = False
+    """True if sums over the members wait for the last round, so that each member holds the sums of all gradients."""
     transient: int = 0
     streamed: int = 0
     """Buffers through which the state comes and goes at an update if it lives in host memory; 0 if it lives on the device."""
@@ -48,7 +47,7 @@ class Need:
     def held(self, shards: int) -> int:
         """Returns the bytes that a member holds at the end of a backward pass."""
         state = 0 if self.streamed else self.state
-        cut, kept = (state, self.gradients) if self.late else (state + self.gradients, 0)
+        cut, kept = (state, self.gradients) if self.deferred else (state + self.gradients, 0)
         return -(-cut // shards) + kept + self.copies(shards)
 
     def copies(self, shards: int) -> int:

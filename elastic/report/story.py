@@ -63,7 +63,7 @@ class Story:
         self.told = 0
         """The number of lines that were added."""
         self._timed_at: float | None = None
-        """The time at which the newest step was heard that was not ``late``."""
+        """The time at which the newest step was heard that was not ``queued``."""
         self._tokens, self._rate = 0, 0.0
         """The tokens of the steps since then, and the newest ``tokens_per_s``."""
         self.speed = Speed()
@@ -76,14 +76,14 @@ class Story:
             self._add(Sentence(at, text))
 
     def step(
-        self, at: float, outcome: Outcome, members: Sequence[WorkerId], lr: float, work: Work | None = None, *, late: bool = False
+        self, at: float, outcome: Outcome, members: Sequence[WorkerId], lr: float, work: Work | None = None, *, queued: bool = False
     ) -> None:
         """Adds a step of ``members``, by world rank.  Its ``tokens_per_s`` counts from the step before, so a recovery lowers it.
 
-        A step is ``late`` if others wait in line, as after a takeover: when it is heard says nothing of when it was done.
+        A step is ``queued`` if others wait behind it, as after a takeover: when it is heard says nothing of when it was done.
         """
         self._tokens += outcome.tokens
-        if not late:
+        if not queued:
             if self._timed_at is not None and at > self._timed_at:
                 self._rate = self._tokens / (at - self._timed_at)
             self._timed_at, self._tokens = at, 0

@@ -29,7 +29,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "moments": {"precision": "bf16", "optim": {**OPTIM, "moments": "bf16"}},
     "momentum": {"optim": {**OPTIM, "kind": "sgd", "momentum": 0.9}},
-    "late": {"precision": "bf16", "reproducible": False, "parallel": {"zero": 1}},
+    "deferred": {"precision": "bf16", "reproducible": False, "parallel": {"zero": 1}},
     "whole": {"precision": "bf16", "parallel": {"zero": 2}},
 }
 
@@ -49,11 +49,11 @@ def held(world: World, job: Job) -> tuple[dict[str, int], dict[str, set[torch.dt
 def test_c1_the_estimate_is_what_the_storages_take(ranks: Ranks, tmp_path: Path, layout: Layout, name: str) -> None:
     """C1: every class within 2 %.  The control: with other moments it is not so.
 
-    Late sums are whole while they are added, and have been shared when the storages are looked at.
+    Deferred sums are whole while they are added, and have been shared when the storages are looked at.
     """
     job = toy_job(tmp_path, model_args=MODEL, **JOBS[name])
     expected = classes(job, tensors_of_job(job), layout.dp_shard)
-    if name == "late":
+    if name == "deferred":
         expected["gradients"] //= layout.dp_shard
     other = toy_job(tmp_path, model_args=MODEL, **JOBS["fp32" if name in ("moments", "momentum") else "moments"])
     wrong = classes(other, tensors_of_job(other), layout.dp_shard)
@@ -119,7 +119,7 @@ def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("folder", "where"), [("/disk", "files of /disk"), ("", "host memory")], ids=["files", "memory"])
 def test_state_that_is_offloaded_is_told_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, where: str) -> None:
-    """Of its state, its moments and its copies; none of it counts as the device's."""
+    """That is told of weights, moments and copies; none of it counts as the device's."""
     settings = {"offload": "optimizer", "offload_folder": folder, "parallel": {"zero": 2}, "workers": {"max": 1}}
     file = tmp_path / "job.toml"
     file.write_text(to_toml(toy_job(tmp_path, model_args=MODEL, precision="bf16", **settings)))

@@ -270,9 +270,9 @@ def test_sums_that_are_late_are_not_taken_for_something_else() -> None:
     """The warm-up holds none of them.  If it seemed to, a member with them would seem to need less."""
     job, tensors, device = of_device({"parallel": {"zero": 1}, "reproducible": False}, 30)
     need = need_of(job, tensors)
-    took = replace(need, late=False).held(4) + 14 * need.gradients // 4  # 14 bytes a parameter come and go in a step
+    took = replace(need, deferred=False).held(4) + 14 * need.gradients // 4  # 14 bytes a parameter come and go in a step
     assert fitting_shard(job, tensors, device, took=took) == 3
-    assert fitting_shard(job, tensors, device, took=took - 3 * need.gradients // 4) == 1, "as if late sums had been among what it took"
+    assert fitting_shard(job, tensors, device, took=took - 3 * need.gradients // 4) == 1, "as if deferred sums had been among what it took"
 
 
 def test_what_muon_prepares_is_counted() -> None:

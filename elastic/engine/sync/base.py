@@ -43,7 +43,7 @@ class Reduction(ABC):
         """Takes this member's gradient of one microbatch, flat [shards × n], and returns its shard of the sum, flat [n].
 
         The sum is of all rounds, and is returned in the last one; in others the result is None.  If parameters are split and the scheme
-        neither :attr:`~Scheme.keeps_sums` nor is late, the sum is of this round, and is returned in each.
+        neither :attr:`~Scheme.keeps_sums` nor defers its sums, the sum is of this round, and is returned in each.
         """
 
 
@@ -55,9 +55,9 @@ class Scheme(ABC):
     needs_replicate_group: ClassVar[bool]
     """True if the world must have a process group of the members that hold the same shard."""
 
-    def __init__(self, world: World, deal: Deal, *, late: bool = False) -> None:
-        """``late``: sums over the members wait for the last round, if the scheme can do that."""
-        self.world, self.deal, self.late, self.round = world, deal, late, Round()
+    def __init__(self, world: World, deal: Deal, *, deferred: bool = False) -> None:
+        """``deferred``: sums over the members wait for the last round, if the scheme can do that."""
+        self.world, self.deal, self.deferred, self.round = world, deal, deferred, Round()
 
     def begin_step(self, microbatches: int) -> Deal:
         """Prepares for a step with so many microbatches, and returns their deal."""

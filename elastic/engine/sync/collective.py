@@ -12,7 +12,7 @@ from elastic.engine.world import reduce_scatter
 
 class Collective(Scheme):
     """A reduce-scatter over the shards and an all-reduce over the replicas: in the last round, or, if parameters are split and the scheme
-    is not late, in every round.
+    does not defer its sums, in every round.
     """
 
     keeps_sums = False
@@ -29,12 +29,12 @@ class CollectiveReduction(Reduction):
         self.scheme, self.world = scheme, scheme.world
         self.total: Tensor | None = None
         """The sum of this member's rounds, if members do not sum each round."""
-        if not self.scheme.late and self.world.layout.dp_replicate > 1 and self.world.layout.dp_shard > 1:
+        if not self.scheme.deferred and self.world.layout.dp_replicate > 1 and self.world.layout.dp_shard > 1:
             self.across_replicas = self._add_replicas
 
     def reduce(self, grads: Tensor) -> Tensor | None:
         wide, shards = torch.promote_types(grads.dtype, torch.float32), self.world.layout.dp_shard
-        if shards > 1 and not self.scheme.late:
+        if shards > 1 and not self.scheme.deferred:
             return self._scattered(grads.to(wide))
         self.total = grads.to(wide, copy=True) if self.total is None else self.total.add_(grads)
         if not self.scheme.round.last:

@@ -36,8 +36,8 @@ class Ordered(Scheme):
     keeps_sums = True
     needs_replicate_group = False
 
-    def __init__(self, world: World, deal: Deal, *, late: bool = False) -> None:
-        super().__init__(world, deal, late=late)  # its sums cannot be late, since each microbatch is added in its turn
+    def __init__(self, world: World, deal: Deal, *, deferred: bool = False) -> None:
+        super().__init__(world, deal, deferred=deferred)  # its sums cannot be deferred, since each microbatch is added in its turn
         self.routes = Routes(world.layout, world.nodes, world.rank)
         self._legs: dict[tuple[int, int], _Legs] = {}
         order, shards = self.routes.order, world.layout.dp_shard

@@ -52,14 +52,14 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
         computing=whole if job.offloads else copies,
         gathered=whole if stage in (1, 2) else 0,
         fp8=elements if PRECISIONS[job.precision].fp8 is not None and stage not in (1, 2) and not job.offloads else 0,
-        late=stage == 1 and not job.reproducible,
+        deferred=stage == 1 and not job.reproducible,
         streamed=min(GROUPS * group_bytes(job) + sum(sorted(units.values())[-GROUPS:]), units.total()) if job.offloads else 0,
     )
 
 
 def transient_of(need: Need, took: int, shards: int) -> int:
     """Returns the bytes that come and go in a step, if a member took ``took`` bytes when it warmed up in a world of ``shards`` shards."""
-    return max(0, took - replace(need, late=False).held(shards))  # its only round was the last, so no sum was late
+    return max(0, took - replace(need, deferred=False).held(shards))  # its only round was the last, so no sum was deferred
 
 
 def most_shards(job: Job) -> int:

@@ -2,8 +2,9 @@
 
 Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of the gradients in float32;
 with deferred sums, all of that sum.  It also holds the copy of the weights with which it computes: with one shard if that has another
-dtype, and with more unless they are gathered block by block (stage 3 of ZeRO).  What comes and goes in a step, such as activations, does not depend on the layout; a worker measures it before it joins.  While a world forms, a member holds its old part
-beside the new one, and no gradients; the old part is not larger than that at the smallest degree.
+dtype, and with more unless they are gathered block by block (stage 3 of ZeRO).  What comes and goes in a step, such as activations, does
+not depend on the layout; a worker measures it before it joins.  While a world forms, a member holds its old part beside the new one, and
+no gradients; the old part is not larger than that at the smallest degree.
 """
 
 from __future__ import annotations

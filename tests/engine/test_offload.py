@@ -1,4 +1,7 @@
-"""State in host memory that streams through the device: the same bits, nothing of it on the device, and no version torn by an update."""
+"""State in host memory or in files that streams through the device: the same bits, none of it on the device, no version torn by an update.
+
+What concerns files alone is in ``test_offload_files.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from elastic.protocol.copy_schedule import Copy
 from elastic.state import streaming
 from elastic.state.digest import digests
 from elastic.state.snapshot import Snapshots
+from elastic.state.streaming import SHARES
 from elastic.train.faults import InjectedError
 from elastic.train.local import run_local
 from elastic.train.machine.device import need_of
@@ -43,6 +47,13 @@ LARGE = {"vocab": 29, "dim": 64, "layers": 4, "heads": 4}
 
 def offloaded(folder: Path, zero: int = 2, **changes: Any) -> Job:
     return toy_job(folder, offload="optimizer", parallel={"zero": zero}, **changes)
+
+
+def in_files(folder: Path, zero: int = 2, **changes: Any) -> Job:
+    return offloaded(folder, zero, **{"offload_folder": str(folder), "offload_buffer_gb": SHARES * SMALL / 1e9} | changes)
+
+
+MEDIA: dict[str, Callable[..., Job]] = {"memory": offloaded, "files": in_files}
 
 
 def in_groups(world: World, job: Job, version: Version, last: int, *, stale: bool = False) -> Part:
@@ -64,41 +75,51 @@ def trained(ranks: Ranks, job: Job, layout: Layout, last: int, **how: bool) -> s
     return finish(job, layout, [part.receipt for part in parts], Version(last, parts[0].outcomes[-1].generation))
 
 
+@pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize(
     ("layout", "zero"),
     [(Layout(1, 1), 0), pytest.param(Layout(2, 1), 0, marks=pytest.mark.full), (Layout(1, 3), 1), (Layout(2, 2), 2)],
     ids=str,
 )
 def test_every_layout_gives_the_bits_of_state_on_the_device(
-    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, zero: int
+    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, zero: int, medium: str
 ) -> None:
-    """Shards are uneven with 3, replicas beside shards with 2×2, embeddings tied."""
-    assert trained(ranks, offloaded(tmp_path, zero), layout, STEPS) == reference.hash
+    """F4: shards are uneven with 3, replicas beside shards with 2×2, embeddings tied."""
+    assert trained(ranks, MEDIA[medium](tmp_path, zero), layout, STEPS) == reference.hash
 
 
-def test_the_hash_sees_weights_that_are_not_brought(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+@pytest.mark.parametrize("medium", MEDIA)
+def test_the_hash_sees_weights_that_are_not_brought(ranks: Ranks, reference: Trained, tmp_path: Path, medium: str) -> None:
     """Negative control: the model goes on with the weights with which it began."""
-    assert trained(ranks, offloaded(tmp_path), Layout(1, 2), STEPS, stale=True) != reference.hash
+    assert trained(ranks, MEDIA[medium](tmp_path), Layout(1, 2), STEPS, stale=True) != reference.hash
+
+
+ENGINE: list[dict[str, Any]] = [
+    {"optim": {"lr": 1e-2, "moments": "bf16"}, "precision": "bf16"},
+    {"optim": {"lr": 1e-2, "kind": "muon"}},
+    {"optim": {"lr": 1.0, "kind": "tests.engine.test_own_optimizer:MOMENTUM", "args": {"momentum": 0.9}}},
+    {"precision": "fp16"},
+    {"optim": {"lr": 1e-2, "decay": "l2"}},
+    {"model": "tests.support.toys:own", "model_args": {}},
+    {"reproducible": False},
+]
+QUICK = {"memory": ENGINE[:3], "files": ENGINE[:2]}
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("medium", "changes"),
     [
-        {"optim": {"lr": 1e-2, "moments": "bf16"}, "precision": "bf16"},
-        {"optim": {"lr": 1e-2, "kind": "muon"}},
-        {"optim": {"lr": 1.0, "kind": "tests.engine.test_own_optimizer:MOMENTUM", "args": {"momentum": 0.9}}},
-        pytest.param({"precision": "fp16"}, marks=pytest.mark.full),
-        pytest.param({"optim": {"lr": 1e-2, "decay": "l2"}}, marks=pytest.mark.full),
-        pytest.param({"model": "tests.support.toys:own", "model_args": {}}, marks=pytest.mark.full),
-        pytest.param({"reproducible": False}, marks=pytest.mark.full),
+        pytest.param(medium, changes, marks=() if changes in QUICK[medium] else pytest.mark.full, id=f"{medium}-{changes}")
+        for medium in MEDIA
+        for changes in ENGINE
     ],
-    ids=str,
 )
-def test_whatever_the_engine_does_the_bits_are_the_same(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_whatever_the_engine_does_the_bits_are_the_same(ranks: Ranks, tmp_path: Path, medium: str, changes: dict[str, Any]) -> None:
     """Moments of another format, directions that are prepared, an optimizer with a scalar, gradients that overflow."""
     layout = Layout(1, 2)
     resident = train(ranks, toy_job(tmp_path / "resident", parallel={"zero": 2}, **changes), layout, 4)
-    assert trained(ranks, offloaded(tmp_path / "offloaded", **changes), layout, 4) == resident.hash
+    (tmp_path / medium).mkdir()
+    assert trained(ranks, MEDIA[medium](tmp_path / medium, **changes), layout, 4) == resident.hash
 
 
 def test_a_run_begins_to_offload_and_ends_it(ranks: Ranks, tmp_path: Path) -> None:
@@ -173,6 +194,7 @@ def torn(world: World, job: Job, *, in_place: bool = False) -> tuple[bool, bool,
         patch.setattr(streaming, "GROUP", SMALL)
         if in_place:
             patch.setattr(streaming._Plain, "load", lambda self, home, keys: lambda: {key: home.values[key] for key in keys})
+            patch.setattr(streaming._Threads, "_read", lambda self, home, keys: {key: home.values[key] for key in keys})
         me.step()
         me.step()
         right, shard = shard_hash(me.state.shard), me.state.shard
@@ -208,10 +230,11 @@ def _fail_in_group(me: Member, number: int) -> None:
 AFTER = {"faults": [{"point": "in_update", "step": 3, "kind": "exception", "generation": 1}]}
 
 
+@pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize("where", ["in a group", "after the last group"])
-def test_an_update_that_fails_leaves_the_version_before(tmp_path: Path, where: str) -> None:
+def test_an_update_that_fails_leaves_the_version_before(tmp_path: Path, where: str, medium: str) -> None:
     """The generation of this world of one is 1.  The control: an update in place tears the version that it reads."""
-    job = offloaded(tmp_path, **({} if where == "in a group" else AFTER))
+    job = MEDIA[medium](tmp_path, **({} if where == "in a group" else AFTER))
 
     def fails(**how: bool) -> tuple[bool, bool, list[int]]:
         world = World.alone(torch.device("cpu"), generation=1)

@@ -39,52 +39,14 @@ from elastic.train.model import State, build_model, builder_of, bytes_of, tensor
 from elastic.train.preflight import preflight
 from elastic.train.step import compute
 from storage.slices import Tensor
-from tests.engine.test_offload import AFTER, torn, trained
+from tests.engine.test_offload import in_files
 from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
-from tests.support.segments import Member, Trained, member, train
+from tests.support.segments import Member, member
 from tests.support.toys import toy_job
-from tests.support.worlds import STEPS
 
-SMALL = SHARES * 2**14 / 1e9
-"""GB of a buffer through which the toy model's state passes in many groups."""
 LARGE: dict[str, Any] = {"vocab": 29, "dim": 256, "layers": 16, "heads": 4}
-
-
-def in_files(folder: Path, zero: int = 2, **changes: Any) -> Job:
-    settings = {"offload": "optimizer", "offload_folder": str(folder), "offload_buffer_gb": SMALL, "parallel": {"zero": zero}}
-    return toy_job(folder, **settings | changes)
-
-
-@pytest.mark.parametrize(("layout", "zero"), [(Layout(1, 1), 0), (Layout(1, 3), 1), (Layout(2, 2), 2)], ids=str)
-def test_every_layout_gives_the_bits_of_state_on_the_device(
-    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, zero: int
-) -> None:
-    """F4: shards are uneven with 3, replicas beside shards with 2×2, embeddings tied."""
-    assert trained(ranks, in_files(tmp_path, zero), layout, STEPS) == reference.hash
-
-
-def test_the_hash_sees_weights_that_are_not_brought(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
-    """Negative control: the model goes on with the weights with which it began."""
-    assert trained(ranks, in_files(tmp_path), Layout(1, 2), STEPS, stale=True) != reference.hash
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"optim": {"lr": 1e-2, "moments": "bf16"}, "precision": "bf16"},
-        {"optim": {"lr": 1e-2, "kind": "muon"}},
-        pytest.param({"precision": "fp16"}, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_whatever_the_engine_does_the_bits_are_the_same(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Moments of another format, directions that are prepared, gradients that overflow."""
-    layout = Layout(1, 2)
-    resident = train(ranks, toy_job(tmp_path / "resident", parallel={"zero": 2}, **changes), layout, 4)
-    (tmp_path / "files").mkdir()
-    assert trained(ranks, in_files(tmp_path / "files", **changes), layout, 4) == resident.hash
 
 
 def test_groups_are_as_large_as_the_buffer_allows() -> None:
@@ -214,24 +176,6 @@ def test_the_files_have_no_names_and_end_with_their_processes(ranks: Ranks, tmp_
 
 
 # ---- an update that fails
-
-
-@pytest.mark.parametrize("where", ["in a group", "after the last group"])
-def test_an_update_that_fails_leaves_the_version_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """The control: an update in place tears the version that it reads."""
-    job = in_files(tmp_path, **({} if where == "in a group" else AFTER))
-
-    def fails() -> tuple[bool, bool, list[int]]:
-        world = World.alone(torch.device("cpu"), generation=1)
-        try:
-            return torn(world, job)
-        finally:
-            world.close()
-
-    whole, right, there = fails()
-    assert whole and right and 2 in there and 3 not in there
-    monkeypatch.setattr(_Threads, "_read", lambda self, home, keys: {key: home.values[key] for key in keys})
-    assert not fails()[0]
 
 
 def test_a_write_that_fails_ends_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

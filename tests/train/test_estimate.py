@@ -119,7 +119,7 @@ def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("folder", "where"), [("/disk", "files of /disk"), ("", "host memory")], ids=["files", "memory"])
 def test_state_that_is_offloaded_is_told_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, where: str) -> None:
-    """That is told of weights, moments and copies; none of it counts as the device's."""
+    """Weights, moments and copies are named with their place; none of them counts as the device's."""
     settings = {"offload": "optimizer", "offload_folder": folder, "parallel": {"zero": 2}, "workers": {"max": 1}}
     file = tmp_path / "job.toml"
     file.write_text(to_toml(toy_job(tmp_path, model_args=MODEL, precision="bf16", **settings)))

@@ -138,7 +138,7 @@ class Run:
     def begun(cls, job: Job) -> Run:
         """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket."""
         run = cls.find(job)
-        if _stored(run.store, job.name) is None:
+        if branches.stored(run.store, job.name) is None:
             raise JobError(
                 f"there is no run {job.name!r} in bucket = {job.bucket!r}; correct the name or the bucket, or begin "
                 f"the run with `elastic train`"

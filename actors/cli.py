@@ -212,9 +212,7 @@ def _estimate(known: Namespace) -> int:
             say(line)
         return 0
     sys.path.insert(0, str(Path.cwd()))
-    job = _job(known)
-    if job.global_batch == "all":
-        job = job.replace(global_batch=job.microbatch)  # memory does not depend on it
+    job = _sized(_job(known))
     tensors, tried = estimate.tensors_of_job(job), list[estimate.Tried]()
     try:
         tried = estimate.by_recompute(job, tensors)
@@ -234,6 +232,25 @@ def _estimate(known: Namespace) -> int:
             table.add_row(each.policy, estimate.gigabytes(each.transient), _workers(each.least, job))
         console.print(table)
     return 0
+
+
+def _sized(job: Job) -> Job:
+    """Returns ``job`` with numbers for ``microbatch`` and ``global_batch``, and says what ``microbatch = "auto"`` stands for."""
+    from elastic.train.machine.device import limit_of
+    from elastic.train.microbatch import chosen
+    from elastic.train.session import settled
+
+    if job.microbatch == "auto":
+        memory, one = limit_of(job), job.replace(microbatch=1)
+        if not memory and job.workers.gpus:
+            job, why = one, "not known before the memory of devices is; name that, say --workers.device-gb 80; all below is for 1"
+        else:
+            try:
+                job, why = chosen(settled(job), memory)
+            except (ElasticError, StorageError) as error:  # of the data, or a device that is too small
+                job, why = one, f"not known: {error}; all below is for 1"
+        say(f"microbatch = {job.microbatch if job is not one else 'auto'}: {why}")
+    return job if job.global_batch != "all" else job.replace(global_batch=job.microbatch_size)  # memory does not depend on it
 
 
 def _workers(least: int, job: Job) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.config.sections import Workers
 from elastic.errors import JobError, PlatformGaveUp
@@ -40,6 +41,8 @@ COMPILER = "torch._inductor.compile_fx"
 OTHERS = 3
 """Processes beside the workers: the coordinator, a keeper, and one that takes a dead one's place."""
 NODES_SHOWN = 8
+GPU_S = 60.0
+"""Seconds in which a node must say what memory its GPUs have; a process imports torch for it."""
 ROOM_S, ROOM_POLL_S = 5.0, 0.1
 """The time in seconds for which a run waits for room before it is refused, and the time between two looks."""
 HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 # Ray's name
@@ -311,6 +314,42 @@ def _slots(workers: Workers, free_by_node: Mapping[str, Mapping[str, float]]) ->
         fits = [int(free.get(resource, 0.0) // amount) for resource, amount in wanted.items() if amount]
         count += min(fits) if fits else workers.max + workers.spares
     return count
+
+
+def smallest_gpu(workers: Workers) -> int:
+    """Returns the bytes of the smallest GPU of the nodes that have room for a worker.  Each node is asked by a task that takes a GPU.
+
+    Ray ends the process of such a task, so no context stays.  Raises :class:`PlatformGaveUp` if no node answers in ``GPU_S``.
+    """
+    free = _free_by_node()
+    ask = ray.remote(num_cpus=0, num_gpus=workers.gpus, max_calls=1, max_retries=0)(gpu_bytes)
+    asked = [
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        for node in nodes()
+        if _slots(workers, {node: free.get(node, {})})
+    ]
+    answered, late = ray.wait(asked, num_returns=len(asked), timeout=GPU_S) if asked else ([], [])
+    for each in late:
+        ray.cancel(each, force=True)
+    found, why = list[int](), "none answered"
+    for each in answered:
+        try:
+            found.append(ray.get(each))
+        except ray.exceptions.RayError as error:  # its node has gone, or its torch finds no GPU
+            why = str(error).strip().splitlines()[-1]
+    if not found:
+        raise PlatformGaveUp(
+            f"microbatch = 'auto': no node of the cluster could say what memory its GPUs have ({why}); set workers.device_gb, or name a "
+            f"number"
+        )
+    return min(found)
+
+
+def gpu_bytes() -> int:
+    """Returns the memory of this process's GPU.  Its context ends with the process."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def check_room(workers: Workers) -> None:

@@ -158,6 +158,7 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show, seen: int) -
         coordinator, seen = None, Run.look(job).latest_claim()
     if coordinator is None:
         cluster.check_room(job.workers)
+        job = _with_microbatch(job, show)
         coordinator = start(job, replace(build, host=cluster.place(cluster.here())), driver, seen)
     else:
         show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{_not_ours(job, coordinator, deadline_s)}"))
@@ -171,6 +172,20 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show, seen: int) -
         _await_gone(job.name)
         return _result(job, view.state, view.reason, view.step, view.job_error)
     return _left(job, view, requests)
+
+
+def _with_microbatch(job: Job, show: Show) -> Job:
+    """Returns ``job`` with a number in place of ``microbatch = "auto"``, and tells the user why.
+
+    Raises as :func:`~elastic.train.microbatch.decided` and :func:`cluster.smallest_gpu`.
+    """
+    from elastic.train.machine.device import limit_of
+    from elastic.train.microbatch import decided
+
+    job, why = decided(job, lambda: limit_of(job) or (cluster.smallest_gpu(job.workers) if job.workers.gpus else 0))
+    if why:
+        show(Sentence(time.time(), why))
+    return job
 
 
 def _not_ours(job: Job, coordinator: Any, deadline_s: float) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -38,6 +39,7 @@ from elastic.config.sections import (
 )
 from elastic.config.settings import Where, merge, read_toml, sentences
 from elastic.config.values import (
+    Auto,
     Branch,
     Change,
     Code,
@@ -63,6 +65,8 @@ from elastic.plan.ramp import Batches
 
 NUMERICS = 3
 """The newest number of the setting ``numerics``; a new run begins with it."""
+ROUNDS = 4
+"""Microbatches of each worker in a step that keep small what is lost when the workers do not divide them evenly: a fifth at most."""
 
 
 class Job(Part):
@@ -86,8 +90,12 @@ class Job(Part):
     """Number of steps of the run."""
     global_batch: Branch[Positive | Literal["all"]] = 16
     """Samples of one step, whatever the number of workers.  ``all``: as many as the dataset has when the run begins."""
-    microbatch: Branch[Positive] = 2
-    """Samples of one forward and backward.  ``global_batch`` must be a multiple of it."""
+    microbatch: Branch[Positive | Auto] = 2
+    """Samples of one forward and backward.  ``global_batch`` must be a multiple of it.  ``auto``: the largest number that leaves each of
+    ``workers.max`` workers 4 microbatches a step, and with which ``workers.min`` (or, if that is 1, half of ``workers.max``) can train in
+    the memory of the smallest device, without recomputation if ``recompute`` is ``auto``; or else 1.  It is reckoned when the run begins,
+    as ``elastic estimate`` does, and the run keeps it.
+    """
     precision: Branch[Literal["fp32", "bf16", "fp16", "fp8", "fp8-rowwise"]] = "fp32"
     """Number format of forward and backward.  Gradients are summed in float32.  ``fp8``: the linear layers of blocks multiply in fp8 with a
     scale for each tensor, all else is as with ``bf16``; it needs GPUs of compute capability 8.9, or CPUs for a test.  ``fp8-rowwise`` has a
@@ -198,9 +206,11 @@ class Job(Part):
 
     def going_on(self, stored: dict[str, Any]) -> Job:
         """Returns the job with the ``numerics`` of the run whose ``job.json`` is ``stored``, unless it names a number itself, and with its
-        ``recompute`` in place of ``auto``.
+        ``recompute`` and its ``microbatch`` in place of ``auto``.  The microbatch of a run with another batch is left out.
         """
-        left = {"numerics"} - self.model_fields_set | ({"recompute"} if self.recompute == "auto" else set())
+        left = {"numerics"} - self.model_fields_set | {name for name in ("recompute", "microbatch") if getattr(self, name) == "auto"}
+        if "microbatch" in left and self.global_batch != "all" and stored["microbatch"] not in self.microbatch_sizes(least=1):
+            left -= {"microbatch"}
         return self.replace(**{name: (BEFORE | stored)[name] for name in sorted(left)}) if left else self
 
     def begun_as(self, stored: dict[str, Any]) -> Job:
@@ -246,7 +256,22 @@ class Job(Part):
     @property
     def microbatches(self) -> int:
         """The number of microbatches of one step, once the batch has its final size."""
-        return self._batch() // self.microbatch
+        return self._batch() // self.microbatch_size
+
+    @property
+    def microbatch_size(self) -> int:
+        """The samples of a microbatch, once the run has begun."""
+        assert self.microbatch != "auto", "launch() puts a number in its place"
+        return self.microbatch
+
+    def microbatch_sizes(self, least: int | None = None) -> list[int]:
+        """Returns the sizes of microbatches into which every step can be cut, with ``least`` or more microbatches in the largest step.
+
+        Without ``least`` it is :data:`ROUNDS` for each of ``workers.max`` workers, or as many as there can be.
+        """
+        batch, ramp = self._batch(), self.batch_ramp
+        common, most = math.gcd(batch, ramp.start, ramp.increment), batch // (ROUNDS * self.workers.max if least is None else least)
+        return [size for size in range(1, common + 1) if not common % size and size <= max(most, 1)]
 
     def validates(self, step: int) -> bool:
         """Returns whether the state after ``step`` is validated."""
@@ -316,8 +341,8 @@ class Job(Part):
 
     def warnings(self) -> list[str]:
         """Returns a sentence for each setting that works but is probably not meant."""
-        found, needed = list[str](), 4 * self.workers.max
-        if self.global_batch == "all":
+        found, needed = list[str](), ROUNDS * self.workers.max
+        if self.global_batch == "all" or self.microbatch == "auto":
             return found
         if self.workers.max > 1 and self.microbatches < needed:
             found.append(

@@ -159,6 +159,20 @@ def test_a_run_goes_on_with_its_own_recompute() -> None:
         Run.open(old.replace(recompute="none"))
 
 
+def test_a_run_goes_on_with_its_own_microbatch() -> None:
+    """What another batch would need does not matter: that is another run, and the sentence names the batch."""
+    named = Job(name="auto", bucket=a_run().job.bucket, microbatch=4)
+    Run.open(named)
+    auto = named.replace(microbatch="auto")
+    assert auto.digest != named.digest and Run.look(auto.replace(workers={"max": 9})).job.digest == named.digest
+    assert Run.open(auto).job.microbatch == Run.find(auto).job.microbatch == 4
+    for batch in (32, 18):  # of which the one is a multiple of 4, and the other is not
+        with pytest.raises(JobError, match=f"global_batch = 16 there and {batch} here"):
+            Run.look(auto.replace(global_batch=batch))
+    with pytest.raises(JobError, match=r"\(microbatch = 4 there and 2 here\)"):
+        Run.look(named.replace(microbatch=2))
+
+
 def test_a_run_can_be_gone_on_with_when_a_setting_of_its_cluster_is_no_longer_valid() -> None:
     """A setting that was valid when the run began is not checked again, unless it defines the trajectory."""
     run = a_run()

@@ -15,7 +15,7 @@ FENCED_LEASES = 4
 
 def disagreements(job: Job) -> Iterator[str]:
     """Yields a sentence for each check over several settings that fails."""
-    if job.global_batch != "all" and (rest := job.global_batch % job.microbatch):
+    if job.global_batch != "all" and job.microbatch != "auto" and (rest := job.global_batch % job.microbatch):
         near = [n for n in (job.global_batch - rest, job.global_batch - rest + job.microbatch) if n]
         yield (
             f"global_batch = {job.global_batch} is not a multiple of microbatch = {job.microbatch}; "
@@ -118,7 +118,7 @@ def _ramp(job: Job) -> Iterator[str]:
         yield f"{missing} = 0: a batch ramp needs all of {', '.join(names)}; set them all, or none"
         return
     for name in ("start", "increment"):
-        if (value := getattr(ramp, name)) % job.microbatch:
+        if job.microbatch != "auto" and (value := getattr(ramp, name)) % job.microbatch:
             yield f"batch_ramp.{name} = {value} is not a multiple of microbatch = {job.microbatch}; make it one"
     if job.global_batch == "all":
         yield f"batch_ramp.start = {ramp.start} with global_batch = 'all': a ramp grows to a number; name it, or leave the ramp out"

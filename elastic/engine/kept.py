@@ -11,6 +11,7 @@ Compiled blocks are traced and split into forward and backward as for kernels, b
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,11 +130,13 @@ def _imagined(device: torch.device) -> Iterator[World]:
     """Yields a world of one member, and leaves nothing of what is compiled or cached in it."""
     causal_mask.cache_clear()
     torch.compiler.reset()
+    hook = sys.excepthook  # torch replaces it by one that says the rank of a process
     world = World.imagined(Layout(1, 1), device)
     try:
         yield world
     finally:
         world.close()
+        sys.excepthook = hook
         torch.compiler.reset()
         causal_mask.cache_clear()
 

@@ -65,6 +65,16 @@ def least_shard(need: Need, device: int, most: int) -> int:
     return found or (most if need.of_a_member(most) <= device else 0)
 
 
+def enough(fewest: int, most: int) -> int:
+    """Returns the number of members that must be able to train with what ``auto`` takes: ``fewest``, or half of ``most`` if that is 1."""
+    return min(fewest, most) if fewest > 1 else max(most // 2, 1)
+
+
+def roomy(need: Need, device: int, members: int) -> bool:
+    """Returns whether a member fits a device with so many bytes at a shard degree up to ``members``."""
+    return any(need.of_a_member(shards) <= USABLE * device for shards in (1, members))  # from 2 on, more shards need no more
+
+
 def first_roomy(policies: Sequence[str], least_of: Callable[[str], int], fewest: int, most: int) -> str:
     """Returns the first policy with which ``fewest`` members can train, or half of ``most`` if ``fewest`` is 1.
 
@@ -74,6 +84,6 @@ def first_roomy(policies: Sequence[str], least_of: Callable[[str], int], fewest:
     found: dict[str, int] = {}
     for policy in policies:
         found[policy] = least_of(policy)
-        if 0 < found[policy] <= (min(fewest, most) if fewest > 1 else max(most // 2, 1)):
+        if 0 < found[policy] <= enough(fewest, most):
             return policy
     return next((policy for policy, least in found.items() if least), policies[-1])

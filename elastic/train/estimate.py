@@ -20,6 +20,8 @@ from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, tens
 from elastic.train.session import loss_of, opened
 from storage.slices import Tensor
 
+Policy = str | float
+"""A value of the setting ``recompute``."""
 STAGES = (0, 1, 2, 3)
 """The stages of ZeRO (Rajbhandari and others 2020, section 5)."""
 SPLITS = {
@@ -106,19 +108,22 @@ def by_recompute(job: Job, tensors: Sequence[Tensor]) -> list[Tried]:
 
     Raises what opening the data raises, and what model or loss raise: they run with tensors that have no values.
     """
-    batch, builder, loss = opened(job).read(tuple(range(job.microbatch))), builder_of(job), loss_of(job)
-    policies = policies_of(job) if job.recompute == "auto" else (job.recompute,)
+    memory, need, most, found = memory_of(job, torch.device("cpu")), need_of(job, tensors), most_shards(job), list[Tried]()
+    for policy, transient in transients(job, policies_of(job) if job.recompute == "auto" else (job.recompute,)).items():
+        least = least_shard(replace(need, transient=transient), memory, most) if memory else 0
+        found.append(Tried(str(policy), transient, least))
+    return found
+
+
+def transients(job: Job, policies: Sequence[Policy]) -> dict[Policy, int]:
+    """Returns the bytes that come and go with a microbatch, for each of ``policies``.  Raises as :func:`by_recompute`."""
+    batch, builder, loss = opened(job).read(tuple(range(job.microbatch_size))), builder_of(job), loss_of(job)
     jobs = {policy: job.replace(recompute=policy) for policy in ("none", *policies)}
     kept = {
         policy: kept_bytes(partial(build_model, each, builder), each, loss, batch, torch.device("cpu")) for policy, each in jobs.items()
     }
     again = max(kept["none"].blocks, default=0)
-    memory, need, most, found = memory_of(job, torch.device("cpu")), need_of(job, tensors), most_shards(job), list[Tried]()
-    for policy in policies:
-        transient = kept[policy].total + (again if policy != "none" else 0)
-        least = least_shard(replace(need, transient=transient), memory, most) if memory else 0
-        found.append(Tried(str(policy), transient, least))
-    return found
+    return {policy: kept[policy].total + (again if policy != "none" else 0) for policy in policies}
 
 
 def by_stage(job: Job, tensors: Sequence[Tensor], most: int) -> list[tuple[int, list[int]]]:

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,6 +41,8 @@ from elastic.state.uploader import name_of
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.inventory import decay_line
+from elastic.train.machine.device import memory_of
+from elastic.train.microbatch import decided
 from elastic.train.model import State, build_model, tensors_of
 from elastic.train.profiler import Profiler
 from elastic.train.session import make_session, make_snapshots, prepare_process
@@ -58,6 +61,9 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
     Raises :class:`JobError`, and :class:`PlatformGaveUp` if a save fails.
     """
     device = prepare_process(job)
+    job, why = decided(job, partial(memory_of, job, device), local=True)
+    if why:
+        show(Sentence(time.time(), why))
     run = Run.open(job)
     job = run.job
     start = run.standing(run.claim_here(), time.time())
@@ -122,7 +128,7 @@ class _Local:
         self._begin(state.shard)
         self.show_sentence(decay_line(state))
         step = state.shard.version.step
-        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch, self.plan.layout)
+        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch_size, self.plan.layout)
         try:
             while step < job.steps:
                 validated = self._validated(state, step)

@@ -231,7 +231,7 @@ class Trainer(Controlled):
         """Steps until the last step of the job or an agreed boundary."""
         job, world, step = self.session.job, state.world, plan.version.step
         shape = CommitShape(
-            plan.incarnation, plan.generation, job.microbatches, job.microbatch, plan.layout, job.reduction.block, plan.nodes
+            plan.incarnation, plan.generation, job.microbatches, job.microbatch_size, plan.layout, job.reduction.block, plan.nodes
         )
         self.profiler.finish()  # of a world that broke
         snapshots = self.session.snapshots

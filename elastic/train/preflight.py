@@ -71,10 +71,11 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False) -> Checked
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
     model = build_model(job, builder_of(job))
+    tried = job.replace(microbatch=1) if job.microbatch == "auto" else job
     with TemporaryDirectory() as folder:
-        session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
+        session = make_session(tried, Counters(Path(folder) / "counters", create=True), prefetch=0)
         build = build_of(session)
-        unread = _check_readers(job, session)
+        unread = _check_readers(tried, session)
         session.close()
     _check_vocabulary(model, session.loader.dataset)
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, sharding_table(model)):
@@ -108,7 +109,7 @@ def _check_readers(job: Job, session: Session) -> list[str]:
     """Raises :class:`ModelError` if the model reads a weight that is held in fp8.  Returns a sentence if that cannot be found out."""
     if PRECISIONS[job.precision].fp8 is None or job.offloads:
         return []
-    batch = session.loader.read(session.cursor.microbatch_ids(1, 0, job.microbatch))
+    batch = session.loader.read(session.cursor.microbatch_ids(1, 0, job.microbatch_size))
     try:
         found = reader_of_fp8(partial(build_model, job, session.builder), job, session.loss, batch)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:  # not every model can be traced

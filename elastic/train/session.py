@@ -145,7 +145,7 @@ def settled(job: Job) -> Job:
         return job
     if not (samples := len(opened(job))):
         raise DataError("global_batch = 'all': the dataset has no samples; give it some")
-    if samples % job.microbatch:
+    if job.microbatch != "auto" and samples % job.microbatch:
         fits = [str(size) for size in range(1, min(samples, MICROBATCH) + 1) if not samples % size]
         raise JobError(
             f"global_batch = 'all': the dataset has {samples} samples, which microbatches of {job.microbatch} do not divide; set "
@@ -168,7 +168,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     rule = rule_of(job)
     lengths = lengths_of(job, dataset) if job.data.group_by_length else None
     cursor = Cursor(len(dataset), job.batches(), job.seed, job.data.sampling, lengths)
-    loader = Loader(dataset, cursor, job.microbatch, job.data.prefetch if prefetch is None else prefetch)
+    loader = Loader(dataset, cursor, job.microbatch_size, job.data.prefetch if prefetch is None else prefetch)
     return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, Faults(job.faults), held_out=_held_out(job, loader))
 
 
@@ -184,7 +184,7 @@ def _held_out(job: Job, loader: Loader) -> Loader | None:
             f"validation.samples = {validation.samples}: the dataset of validation.args = {validation.args} has {len(dataset)} samples; "
             f"give it more samples, or leave validation.samples out to take all"
         )
-    return Loader(dataset, loader.cursor, job.microbatch, loader.prefetch)
+    return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch)
 
 
 def loss_of(job: Job) -> Loss:

@@ -114,7 +114,7 @@ def run_step(
 
     Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
     """
-    shape, device = shape.of(session.cursor.batches.of(step) // session.job.microbatch), state.world.device
+    shape, device = shape.of(session.cursor.batches.of(step) // session.job.microbatch_size), state.world.device
     session.meter.begin(shape.generation, session.loader.waited_s, device)
     reserve(state, shape)
     share = compute(session, state, step)
@@ -151,7 +151,7 @@ def compute(session: Session, state: State, step: int) -> Share:
     """Runs forward and backward of this member's rounds; gradients are reduced as they come."""
     share, world, job, scale = Share([], [], []), state.world, session.job, state.optimizer.loss_scale.value
     state.model.train()
-    buffers, deal = state.buffer_marks(), state.sync.begin_step(session.cursor.batches.of(step) // job.microbatch)
+    buffers, deal = state.buffer_marks(), state.sync.begin_step(session.cursor.batches.of(step) // job.microbatch_size)
     session.counters.at("reads data")
     for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):
         session.counters.at("computes")
@@ -159,7 +159,7 @@ def compute(session: Session, state: State, step: int) -> Share:
         state.parameters.begin_round(round_, last=round_ + 1 == deal.rounds)
         state.statistics.begin_round(round_, deal)
         if batch is None:
-            batch = session.loader.read(session.cursor.idle_ids(step, job.microbatch))
+            batch = session.loader.read(session.cursor.idle_ids(step, job.microbatch_size))
         if round_ == 0:
             for later in range(deal.rounds):
                 for name, value in batch.items():

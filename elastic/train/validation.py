@@ -66,7 +66,7 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
     """
     assert session.held_out is not None
     loader, world, began = session.held_out, state.world, session.meter.now()
-    blocks = Blocks(session.job.validation.samples or len(loader.dataset), session.job.microbatch)
+    blocks = Blocks(session.job.validation.samples or len(loader.dataset), session.job.microbatch_size)
     ranks, rank = len(reporters(world.layout)), world.data_rank
     rounds = -(-len(blocks) // ranks)
     sums = list[torch.Tensor]()

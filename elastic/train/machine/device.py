@@ -21,11 +21,14 @@ from elastic.train.model import bytes_of
 from storage.slices import Tensor, nbytes
 
 
+def limit_of(job: Job) -> int:
+    """Returns the bytes of its device that the job lets a worker use; 0 if it does not say."""
+    return int(job.workers.device_gb * 1e9) if job.workers.device_gb != "auto" else 0
+
+
 def memory_of(job: Job, device: torch.device) -> int:
     """Returns the bytes of ``device`` that a worker may use; 0 if they are not limited."""
-    if job.workers.device_gb != "auto":
-        return int(job.workers.device_gb * 1e9)
-    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
+    return limit_of(job) or (int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0)
 
 
 def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Need:

@@ -91,10 +91,10 @@ class Job(Part):
     global_batch: Branch[Positive | Literal["all"]] = 16
     """Samples of one step, whatever the number of workers.  ``all``: as many as the dataset has when the run begins."""
     microbatch: Branch[Positive | Auto] = 2
-    """Samples of one forward and backward.  ``global_batch`` must be a multiple of it.  ``auto``: the largest number that leaves each of
-    ``workers.max`` workers 4 microbatches a step, and with which ``workers.min`` (or, if that is 1, half of ``workers.max``) can train in
-    the memory of the smallest device, without recomputation if ``recompute`` is ``auto``; or else 1.  It is reckoned when the run begins,
-    as ``elastic estimate`` does, and the run keeps it.
+    """Samples of one forward and backward.  ``global_batch`` must be a multiple of it.  ``auto``: the largest number with which each of
+    ``workers.max`` workers has 4 microbatches a step, and ``workers.min`` (or, if that is 1, half of ``workers.max``) can train in the
+    memory of the smallest device, without recomputation unless ``recompute`` names some; 1 if there is none.  It is reckoned as by
+    ``elastic estimate`` when the run begins, and stays.
     """
     precision: Branch[Literal["fp32", "bf16", "fp16", "fp8", "fp8-rowwise"]] = "fp32"
     """Number format of forward and backward.  Gradients are summed in float32.  ``fp8``: the linear layers of blocks multiply in fp8 with a

@@ -160,7 +160,7 @@ def test_a_run_goes_on_with_its_own_recompute() -> None:
 
 
 def test_a_run_goes_on_with_its_own_microbatch() -> None:
-    """What another batch would need does not matter: that is another run, and the sentence names the batch."""
+    """A job with another batch is another run, whether or not the number divides it, and the sentence names the batch."""
     named = Job(name="auto", bucket=a_run().job.bucket, microbatch=4)
     Run.open(named)
     auto = named.replace(microbatch="auto")

@@ -170,7 +170,7 @@ def said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 
 
 def test_the_estimate_says_what_auto_takes(said: Any) -> None:
-    """Of all samples, too.  Without the memory of the devices it says how to name it, and tells the rest."""
+    """It reckons with all samples, too.  Without the memory of the devices it says how to name it, and tells the rest."""
     device_gb, few = str((needed(2, 1) + needed(4, 1)) / 2 / USABLE / 1e9), {"recompute": "block", "workers": {"max": 1}}
     line = said("--workers.device-gb", device_gb, global_batch="all", recompute="none", workers={"max": 1})
     assert "microbatch = 2: with 4, recompute = 'none' and the whole state on one device" in line and "1 or more workers" in line

@@ -1,19 +1,20 @@
-"""Judges copies in host memory from outside.  Four rules must hold:
+"""Judges copies in host memory from outside.  Five rules must hold:
 
 * A version that was complete everywhere stays until another version is.
 * The answer of a keeper is true at the time when it is given.
 * A world begins from the newest version that is held anywhere, unless that keeper's answer did not come in time.
 * No copy that is still needed is freed.
+* A node gets no more of the state than it has room for, unless all members share one state, or as few as the rule asks for.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from elastic.ids import Cell, NodeId, Version
 from elastic.plan.transfer import Holding
-from elastic.protocol.actions import Action, ListCopies, Release
+from elastic.protocol.actions import Action, Form, ListCopies, Release
 from elastic.protocol.events import Event, KeeperLost, Kept, Recovered
 from elastic.protocol.plan import Plan
 from elastic.sim.memory import Memory, Slot, held_at, whole
@@ -96,6 +97,19 @@ class CopiesOracle:
                 self.asked[action.generation] = self.sim.coordinators.acting.counts_from
             case Release():
                 self._judge_release(before, action)
+            case Form():
+                self._judge_room(action.plan)
+
+    def _judge_room(self, plan: Plan) -> None:
+        """Checks that nodes have room for the parts of ``plan``, which are smaller where there are fewer replicas."""
+        shards, fewest = plan.layout.dp_shard, self.sim.rules.layout.dp_replicate or 1
+        there = [(node, count, room) for node, count in Counter(plan.nodes).items() if (room := self.sim.scenario.room_of(node))]
+        self.sim.oracle.occasions["members of a node must share a state"] += any(count > room for _, count, room in there)
+        crowded = [node for node, count, room in there if count / shards > room]
+        if crowded and plan.layout.world // shards > fewest:
+            raise Violation(
+                f"{crowded[0]} gets more of the state than it has room for, and {plan.layout} is not the most that can share it"
+            )
 
     def _judge_release(self, before: RunState, release: Release) -> None:
         plan = before.plan

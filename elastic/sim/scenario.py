@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from elastic.control.rules import Rules
+from elastic.ids import NodeId
 from elastic.plan.layout import LayoutRule
 from elastic.sim.faults import SIMULATED_POINTS, STATES, Fault, Kind, draw
 from storage.slices import Tensor
@@ -61,6 +62,8 @@ class Scenario:
     """Step whose samples never come, so that a worker that reads them hangs."""
     least_shard: int = 1
     """The smallest shard degree at which a member fits its device."""
+    rooms: tuple[float, ...] = ()
+    """Numbers of states of which nodes have room for all copies: the nodes have them in turn.  0, and no number: workers do not say it."""
     patience_s: float = 150.0
     """Time in seconds after the end of the last fault within which every run must end."""
 
@@ -68,6 +71,10 @@ class Scenario:
     def classes(self) -> tuple[Tensor, ...]:
         """The model's tensors, as a worker reports them."""
         return tuple(Tensor(f"t{number}", "parameter", "F32", (length,)) for number, length in enumerate(self.rows))
+
+    def room_of(self, node: NodeId) -> float:
+        """Returns the number of states of which ``node`` has room for all copies, as its workers report it."""
+        return self.rooms[int(node.removeprefix("n")) % len(self.rooms)] if self.rooms else 0.0
 
     @staticmethod
     def drawn(seed: int) -> Scenario:
@@ -88,7 +95,7 @@ class Scenario:
         low = max(rng.choice((1, 1, 2)), layout.min_shard)
         high = rng.randint(max(low, 2), 5)
         target_step = rng.randint(6, 14)
-        copies = random.Random(f"copies {seed}")
+        copies, room = random.Random(f"copies {seed}"), random.Random(f"room {seed}")
         rules = small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50)))
         return Scenario(
             rules=replace(
@@ -102,6 +109,7 @@ class Scenario:
             resumes=rng.random() < 0.5,
             error_step=rng.randint(1, target_step) if rng.random() < 0.15 else None,
             error_once=rng.random() < 0.6,
+            rooms=tuple(room.choice((0.0, 0.4, 0.6, 1.0, 1.5)) for _ in range(3)) if room.random() < 0.15 else (),
         )
 
     @staticmethod

@@ -85,7 +85,8 @@ class Worker(Process):
     def introduction(self) -> Joined:
         scenario, build = self.sim.scenario, self.sim.cluster.build_of(self.node)
         kind = "cpu torch-2.13 threads-1"
-        return Joined(self.name, self.node, kind, scenario.classes, build, least_shard=scenario.least_shard)
+        least, states = scenario.least_shard, scenario.room_of(self.node)
+        return Joined(self.name, self.node, kind, scenario.classes, build, least_shard=least, states=states)
 
     def order(self, incarnation: int, call: Callable[..., object], *args: Any) -> None:
         """Obeys an order or an answer of a coordinator, or refuses it if the coordinator's incarnation is too old."""

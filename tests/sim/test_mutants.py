@@ -439,6 +439,17 @@ def test_a_broken_rule_about_saves_is_noticed(name: str) -> None:
     assert noticed in killed_by(name.replace(" ", "_"), edit, scenario=scenario)
 
 
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("crowded", Edit("seating", "at_least(max(least_shard(members, there), copied))", "at_least(least_shard(members, there))")),
+        ("rounded", Edit("seating", "ceil(number / room[node])", "int(number / room[node])")),
+    ],
+)
+def test_a_node_with_more_copies_than_it_has_room_for_is_noticed(name: str, edit: Edit) -> None:
+    assert "gets more of the state than it has room for" in killed_by(name, edit)
+
+
 EAGER = Edit("growth", "pays = brings_s >= costs_s", "pays = True")
 
 

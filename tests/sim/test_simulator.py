@@ -52,6 +52,7 @@ OCCASIONS = (
     "a world starts from tier live",
     "an expelled worker applies a step",
     "an order of an older incarnation is refused",
+    "members of a node must share a state",
     "shards are cut anew",
     "steps are abandoned",
     "workers' messages are taken together",

@@ -42,10 +42,11 @@ def chosen(job: Job, memory: int, *, local: bool = False) -> tuple[Job, str]:
     Raises :class:`JobError` if not even one sample fits, or if the memory of a microbatch cannot be found out, and what opening the data
     raises.
     """
-    sizes = job.microbatch_sizes()
-    bound = (
-        f"with a larger one that divides every batch, workers.max = {job.workers.max} workers have fewer than {ROUNDS} microbatches each"
-    )
+    sizes, bound = job.microbatch_sizes(), "no larger number divides every batch"
+    if sizes[-1] < job.microbatch_sizes(least=1)[-1]:
+        bound = (
+            f"with the next that divides every batch, each of workers.max = {job.workers.max} has fewer than {ROUNDS} microbatches a step"
+        )
     if not memory:
         return job.replace(microbatch=sizes[-1]), f"{bound}; the memory of CPUs is not limited"
     trial = _Trial(job, memory, local=local)
@@ -84,9 +85,10 @@ class _Trial:
             return
         given, policy = self.job.workers.device_gb, self.job.recompute
         fixes = ["raise workers.device_gb" if given != "auto" else "take devices with more memory"]
-        fixes += ["raise workers.max or parallel.dp_shard"] * (self.most > 1) + ["set recompute to 'block'"] * (
-            policy not in ("auto", "block")
-        )
+        if self.most > 1:
+            fixes.append("raise workers.max or parallel.dp_shard")
+        if policy not in ("auto", "block"):
+            fixes.append("set recompute to 'block'")
         raise JobError(
             f"microbatch = 'auto': even with 1 sample and {_shared(self.most)}, a worker needs {amount(least)} of device memory, and "
             f"{self._room()} (workers.device_gb = {given}); {', or '.join(fixes)}"

@@ -87,7 +87,7 @@ def test_it_is_the_largest_that_fits(
     assert job.microbatch == judged(workers["max"], members, usable, steps) == expected, why
     bounded = judged(workers["max"], members, math.inf, steps) == expected
     assert bounded is (workers["max"] == 3 and members == 1)
-    assert ("have fewer than 4 microbatches each" in why) is bounded and ("a worker needs" in why) is not bounded
+    assert ("has fewer than 4 microbatches a step" in why) is bounded and ("a worker needs" in why) is not bounded
 
 
 def test_where_one_sample_is_too_large_recompute_makes_room(tmp_path: Path) -> None:
@@ -117,6 +117,8 @@ def test_the_memory_of_cpus_is_not_limited(tmp_path: Path) -> None:
     here = "tests.train.test_microbatch"
     job = job_of(tmp_path, loss=f"{here}:by_values", workers={"max": 2})
     assert chosen(job, 0)[0].microbatch == 6
+    bounded = chosen(job.replace(batch_ramp={"start": 3, "increment": 3, "samples": 100}), 0)
+    assert (bounded[0].microbatch, bounded[1].partition(";")[0]) == (3, "no larger number divides every batch")
     with pytest.raises(JobError, match=r"^microbatch = 'auto': the memory that a microbatch takes is not known \(.*\); name a number$"):
         chosen(job, 10**9)
 

@@ -60,6 +60,8 @@ def _parser() -> Parser:
     _add_data(data.add_subparsers(metavar="command", required=True))
     checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run")
     _add_checkpoint(checkpoint.add_subparsers(metavar="command", required=True))
+    dtypes = commands.add_parser("dtypes", help="print the number formats: their bits, their range and their precision")
+    dtypes.set_defaults(perform=_dtypes)
     settings = commands.add_parser("settings", help="print every setting of a job as a table, in markdown")
     settings.set_defaults(perform=_settings)
     return parser
@@ -255,6 +257,18 @@ def _sized(job: Job) -> Job:
 
 def _workers(least: int, job: Job) -> str:
     return str(least) if least else "not known" if job.workers.device_gb == "auto" else f"more than {job.workers.max}"
+
+
+def _dtypes(_: Namespace) -> int:
+    from elastic.engine.dtypes import FORMATS, format_of
+
+    table = Table("format", "exponent / mantissa", "largest", "smallest normal", "smallest", "eps")
+    for name, dtype in FORMATS.items():
+        found = format_of(dtype)
+        numbers = (found.smallest_normal, found.smallest_subnormal, found.eps)
+        table.add_row(name, f"{found.exponent} / {found.mantissa}", f"±{found.largest:.6g}", *(f"{number:.3g}" for number in numbers))
+    console.print(table)
+    return 0
 
 
 def _settings(_: Namespace) -> int:

@@ -368,7 +368,7 @@ _LATER: dict[str, dict[str, Any]] = {
     "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled", "moments": "model"},
     "schedule": {"decay_steps": 0},
     "batch_ramp": {"start": 0, "increment": 0, "samples": 0},
-    "reduction": {"block": 1},
+    "reduction": {"block": 1, "wire": "fp32"},
 }
 """The settings that came after the first release, by section, each with the value that stands for the behaviour before.
 

@@ -160,6 +160,11 @@ class Reduction(Part):
     """Number of microbatches of a block.  1 adds all one after the other.  The number of workers on a node is best for the network between
     nodes, and also works where some nodes have fewer.
     """
+    wire: Branch[Literal["fp32", "bf16"]] = "fp32"
+    """Number format of gradients on their way between workers.  They are added in float32.  ``bf16`` halves their bytes: it rounds the
+    gradient of each microbatch once, so the bits are still the same in every world, and with ``precision = "bf16"`` no bit changes.  Sums,
+    as of a block, travel in float32.  Without ``reproducible`` the sum of each worker is rounded, and the library adds in bf16.
+    """
 
 
 class Workers(Part):

@@ -22,7 +22,7 @@ from elastic.engine.fp8 import apply_fp8
 from elastic.engine.groups import apply_groups
 from elastic.engine.loss_scale import is_scaled
 from elastic.engine.memory import apply_recompute
-from elastic.engine.precision import PRECISIONS
+from elastic.engine.precision import precision_of
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Scheme
 from elastic.engine.sync.collective import Collective
@@ -49,7 +49,7 @@ def parallelize(
     deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
     scheme = scheme_of(job)(world, deal, deferred=job.parallel.zero == 1)
     apply_kernels(blueprint, world.device, job)
-    precision = PRECISIONS[job.precision]
+    precision = precision_of(job)
     if precision.fp8 is not None:
         apply_fp8(blueprint, table, precision.fp8)
     apply_recompute(blueprint, table, job.recompute)
@@ -69,7 +69,7 @@ def parallelize(
         return blueprint, parameters, scheme, statistics
     fp8 = apply_fp8_gather(blueprint, world, table, precision)
     apply_fsdp(blueprint, world, table, precision)
-    apply_sync(blueprint, scheme)
+    apply_sync(blueprint, scheme, precision)
     blueprint.to_empty(device=world.device)
     _tie(blueprint, aliases)
     if fp8 is not None:

@@ -1,17 +1,18 @@
 """Precision policies: the dtypes in which a step computes and sums.
 
-A policy names the dtype in which parameters are gathered and used by forward and backward, and the dtype in which gradients travel.  In
-every policy gradients are summed in float32.  The parameters that a member holds (the masters) and the moments keep the dtype of the model,
-which is float32 unless the model says otherwise.
+A policy names the dtype in which parameters are gathered and used by forward and backward, and the dtypes in which gradients travel and
+are summed.  In every policy gradients are summed in float32.  The parameters that a member holds (the masters) and the moments keep the
+dtype of the model, which is float32 unless the model says otherwise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from elastic.engine.fp8 import Recipe
+from elastic.job import Job
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Precision:
     compute: torch.dtype | None
     reduce: torch.dtype = torch.float32
     fp8: Recipe | None = None
+    wire: torch.dtype | None = None
+    """The dtype to which gradients are rounded before they travel or are added; None leaves them as they are."""
 
 
 PRECISIONS = {
@@ -34,3 +37,11 @@ PRECISIONS = {
     "fp8-rowwise": Precision(torch.bfloat16, fp8="row"),
 }
 """The policies by the names that the setting ``precision`` accepts."""
+
+WIRES = {"fp32": None, "bf16": torch.bfloat16}
+"""The dtypes of gradients on their way, by the names that ``reduction.wire`` accepts."""
+
+
+def precision_of(job: Job) -> Precision:
+    """Returns the policy of a job."""
+    return replace(PRECISIONS[job.precision], wire=WIRES[job.reduction.wire])

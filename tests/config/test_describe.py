@@ -14,7 +14,7 @@ from elastic.config.settings import leaves
 from elastic.config.values import Change, Free, Positive, change_at, change_of, free_settings
 from elastic.data.cursor import SAMPLINGS
 from elastic.engine.optim.base import RULES
-from elastic.engine.precision import PRECISIONS
+from elastic.engine.precision import PRECISIONS, WIRES
 from elastic.job import Job
 from elastic.plan.layout import USES
 from elastic.runs import flat
@@ -55,7 +55,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         optim=optim,
         schedule=schedule,
         batch_ramp={"start": 4, "increment": 4, "samples": 9},
-        reduction={"block": 2},
+        reduction={"block": 2, "wire": "bf16"},
         data={"group_by_length": True},
     )
     fixed = {name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE}
@@ -120,6 +120,7 @@ def test_the_choices_of_a_setting_are_the_rows_of_its_table() -> None:
     """A new row of a table needs its word among the choices of the setting; this test fails if it is missing."""
     assert choices("optim.kind") == set(RULES)
     assert choices("precision") == set(PRECISIONS)
+    assert choices("reduction.wire") == set(WIRES)
     assert choices("parallel.use") == set(USES)
     assert choices("data.sampling") == set(SAMPLINGS)
     assert set(get_args(Literal["a", "b"])) == {"a", "b"} != choices("precision"), "the control"

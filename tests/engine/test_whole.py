@@ -90,7 +90,7 @@ def test_units_are_summed_in_one_order_whatever_is_used(alone: World, monkeypatc
     """All members must call their collectives in the same order.  Block 0 is tied to the head, so its gradient comes last anyway; the rest
     of the model has a parameter without a gradient, and is summed at the end of the round.
     """
-    monkeypatch.setattr(Ordered, "reduction", lambda self: Noting(self))
+    monkeypatch.setattr(Ordered, "reduction", lambda self, wire: Noting(self, wire))
     model = Model()
     model.extra = nn.Parameter(torch.ones(5))
     parameters = wrapped(model, alone, "fp32", 2)

@@ -137,10 +137,10 @@ def _policy(module: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce(torch.promote_types, own, precision.reduce))
 
 
-def apply_sync(model: nn.Module, scheme: Scheme) -> None:
+def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
     """Lets ``scheme`` sum the gradients of every wrapped module."""
     for module in _wrapped(model):
-        reduction = scheme.reduction()
+        reduction = scheme.reduction(precision.wire)
         module.set_custom_reduce_scatter(_Reduce(reduction))  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
         if reduction.across_replicas is not None:
             module.set_all_reduce_hook(reduction.across_replicas)

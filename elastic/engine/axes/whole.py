@@ -89,7 +89,7 @@ class Whole(Parameters):
         self._next = 0
         """The number of units that are summed in the present round."""
         for each in buckets:
-            self._add_unit([*each.parameters])
+            self._add_unit([*each.parameters], precision.wire)
         gathered = [[self._weight(name) for name in each.parameters] for each in reversed(buckets)]
         blocks = [model.get_submodule(block) for block in table.blocks]
         self._gathers = Gathers(model, world, gathered if self.shards > 1 else (), blocks)
@@ -130,9 +130,9 @@ class Whole(Parameters):
             found[name] = whole.view(torch.uint8)
         return found
 
-    def _add_unit(self, names: list[str]) -> None:
+    def _add_unit(self, names: list[str], wire: torch.dtype | None) -> None:
         if names := [name for name in names if name in self.trained]:
-            unit = _Unit(self.scheme.reduction(), names, [self._computing[name] for name in names])
+            unit = _Unit(self.scheme.reduction(wire), names, [self._computing[name] for name in names])
             hook = partial(_came, weakref.ref(self), len(self._units))
             self._units.append(unit)
             for parameter in unit.computing:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from elastic.engine.world import World, all_gather
@@ -65,8 +66,11 @@ class Scheme(ABC):
         return self.deal
 
     @abstractmethod
-    def reduction(self) -> Reduction:
-        """Returns a new reduction for one wrapped module."""
+    def reduction(self, wire: torch.dtype | None = None) -> Reduction:
+        """Returns a new reduction for one wrapped module.
+
+        With ``wire``, of 16 bits, what travels is rounded to it: see the scheme.  Sums are kept in float32 all the same.
+        """
 
     def gather(self, record: Tensor) -> Tensor:
         """Exchanges commit records: [fields] of this member -> [members × fields], in order of world ranks.

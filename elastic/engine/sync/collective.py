@@ -1,4 +1,7 @@
-"""Sums by the library's collectives: faster than the ordered reduction over slow links, but the sum depends on the number of members."""
+"""Sums by the library's collectives: faster than the ordered reduction over slow links, but the sum depends on the number of members.
+
+With ``wire`` each member's sum is rounded to that dtype before it is sent, and the library adds in it.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ class Collective(Scheme):
     keeps_sums = False
     needs_replicate_group = True
 
-    def reduction(self) -> CollectiveReduction:
-        return CollectiveReduction(self)
+    def reduction(self, wire: torch.dtype | None = None) -> CollectiveReduction:
+        return CollectiveReduction(self, wire)
 
 
 class CollectiveReduction(Reduction):
     """Sums the gradients of one wrapped module."""
 
-    def __init__(self, scheme: Collective) -> None:
-        self.scheme, self.world = scheme, scheme.world
+    def __init__(self, scheme: Collective, wire: torch.dtype | None) -> None:
+        self.scheme, self.world, self.wire = scheme, scheme.world, wire
         self.total: Tensor | None = None
         """The sum of this member's rounds, if members do not sum each round."""
         if not self.scheme.deferred and self.world.layout.dp_replicate > 1 and self.world.layout.dp_shard > 1:
@@ -48,9 +51,13 @@ class CollectiveReduction(Reduction):
 
     def _scattered(self, grads: Tensor) -> Tensor:
         """Returns this member's shard of the sum over the members of its replica."""
-        total = grads.new_empty(grads.numel() // self.world.layout.dp_shard)
-        reduce_scatter(total, grads, self.world.shard_group)
-        return total
+        sent = grads.to(self.wire or grads.dtype)
+        total = sent.new_empty(sent.numel() // self.world.layout.dp_shard)
+        reduce_scatter(total, sent, self.world.shard_group)
+        return total.to(grads.dtype)
 
     def _add_replicas(self, shard: Tensor) -> None:
-        dist.all_reduce(shard, group=self.world.replicate_group)
+        sent = shard.to(self.wire or shard.dtype)
+        dist.all_reduce(sent, group=self.world.replicate_group)
+        if sent is not shard:
+            shard.copy_(sent)

@@ -4,7 +4,8 @@ Floating-point addition is not associative.  A library's reduce-scatter adds in 
 accumulated afterwards; so 2, 3 and 4 workers give three different sums.  Here bytes travel in all-to-alls instead, and every addition is
 ours, in an order that the job fixes: the microbatches of a block (``reduction.block``) are added from left to right, and so are the sums of
 the blocks.  A sum starts with its first piece and not with zeros, which would turn -0.0 into 0.0.  Gradients have the dtype of the
-precision policy, whether they travel or not, and all sums are float32, or float64 if the gradients are.
+precision policy, whether they travel or not, and all sums are float32, or float64 if the gradients are.  With ``wire`` the gradient of each
+microbatch is rounded to that dtype first of all, whether it travels or not.  A sum never is: where sums begin depends on the layout.
 
 Within a round, ``plan/batch.py`` gives whole blocks to single nodes.  A node adds such a block, or the beginning of one, before it sends
 it.  So with as many microbatches in a block as a node has ranks, a node sends one sum in place of many gradients.  ``plan/routes.py`` says
@@ -47,8 +48,8 @@ class Ordered(Scheme):
             found = torch.tensor([divmod(owner, shards)[::-1] for owner in order], device=world.device)
             self.order = found[:, 0], found[:, 1]
 
-    def reduction(self) -> OrderedReduction:
-        return OrderedReduction(self)
+    def reduction(self, wire: torch.dtype | None = None) -> OrderedReduction:
+        return OrderedReduction(self, wire)
 
     def legs(self) -> _Legs:
         """Returns what travels in the present round.  All wrapped modules and all steps use it again."""
@@ -96,8 +97,8 @@ class _Legs:
 class OrderedReduction(Reduction):
     """Sums the gradients of one wrapped module, over data ranks, replicas and rounds."""
 
-    def __init__(self, scheme: Ordered) -> None:
-        self.scheme, self.world, self.routes = scheme, scheme.world, scheme.routes
+    def __init__(self, scheme: Ordered, wire: torch.dtype | None) -> None:
+        self.scheme, self.world, self.routes, self.wire = scheme, scheme.world, scheme.routes, wire
         self.total: Tensor | None = None
         """The sum of all complete blocks."""
         self.open: Tensor | None = None
@@ -105,7 +106,7 @@ class OrderedReduction(Reduction):
 
     def reduce(self, grads: Tensor) -> Tensor | None:
         self.world.keep_up()
-        legs = self.scheme.legs()
+        grads, legs = grads.to(self.wire or grads.dtype), self.scheme.legs()
         pieces = self._to_owner(self._to_handler(self._by_owner(grads), legs), legs)
         for unit, piece in zip(legs.units, pieces, strict=True):
             self._add(unit, piece)

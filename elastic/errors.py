@@ -10,7 +10,8 @@
     │   └── AbortStuck           the abort of the previous world does not end in this process
     ├── FencedOff            2   this worker may apply nothing more in a generation
     ├── StateMissing         2   state is not where the plan says
-    ├── StateDamaged         2   state in files is not what was written there
+    ├── StateDamaged         2   state is not what was written there, or what its replicas are
+    ├── ReplicasDiffer       2   replicas of the state differ, and none is known to be right
     ├── NoRoomYet            2   memory that a worker needs is still held for workers that died
     ├── WireError            2   the other end of a direct socket is gone, or is a stranger
     ├── ClusterGone          2   the head of the cluster cannot be reached any more
@@ -81,7 +82,14 @@ class StateMissing(ElasticError):
 
 
 class StateDamaged(ElasticError):
-    """State that was read from a file is not what was written there, so this process holds no state that can be trusted."""
+    """State that was read from a file is not what was written there, or state in memory is not that of most replicas.
+
+    So this process holds no state that can be trusted.
+    """
+
+
+class ReplicasDiffer(ElasticError):
+    """Replicas of the state differ, and none is known to be right."""
 
 
 class NoRoomYet(ElasticError):

@@ -42,6 +42,13 @@ def disagreements(job: Job) -> Iterator[str]:
     if job.profiled() and job.profiled()[0] > job.steps:
         yield f"profile = {job.profile!r} begins after the last step, steps = {job.steps}; name earlier steps"
     yield from _offload(job)
+    if job.checkpoint.compare and (not job.reproducible or job.offloads):
+        why, also = (
+            ("reproducible = false", "replicas may differ")
+            if not job.reproducible
+            else (f"offload = {job.offload!r}", "state is on no device")
+        )
+        yield f"checkpoint.compare = true with {why}, where {also}; leave one of them out"
     if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
         yield "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or take another kind"
     yield from _deadlines(job.deadlines)

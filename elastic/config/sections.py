@@ -195,6 +195,11 @@ class Checkpoint(Part):
 
     save_every: Free[Positive] = 50
     """Number of steps between saves.  If no worker holds the state any more, 2 × ``save_every`` steps may be lost, as a save takes time."""
+    compare: Free[Flag] = False
+    """``true`` compares the replicas of the state at the beginning of each step that ends with a save, bit by bit; it needs
+    ``reproducible``.  A worker that differs from most of them gives up its state and gets theirs.  If none has the bits of most, as of two,
+    the run fails before the save.  What goes wrong later in that step is found at the next save.  With one replica nothing is compared.
+    """
 
 
 class Copies(Part):

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 
 import torch
@@ -40,6 +41,7 @@ from elastic.protocol.commit_record import (
     conclude,
     head_of,
 )
+from elastic.protocol.copy_schedule import due
 from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
@@ -47,6 +49,7 @@ from elastic.train.faults import Faults
 from elastic.train.inventory import memory_by_class
 from elastic.train.meter import Meter
 from elastic.train.model import Builder, State
+from elastic.train.replicas import compare
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 """``loss(model, batch)`` returns a sum over the terms of the microbatch and their number, both scalars; never a mean."""
@@ -117,6 +120,8 @@ def run_step(
     shape, device = shape.of(session.cursor.batches.of(step) // session.job.microbatch_size), state.world.device
     session.meter.begin(shape.generation, session.loader.waited_s, device)
     reserve(state, shape)
+    if session.job.checkpoint.compare and due(step, session.job.checkpoint.save_every, session.job.steps):
+        compare(state, partial(leave_if_over, fence))
     share = compute(session, state, step)
     copied = session.snapshots.settle() if session.snapshots else NO_COPIES
     if session.snapshots is not None and state.shard.home is not None:
@@ -133,6 +138,12 @@ def run_step(
     with fence.applying(outcome):
         update(session, state, outcome)
     return outcome
+
+
+def leave_if_over(fence: ApplyFence) -> None:
+    """Raises :class:`FencedOff` if the generation is fenced."""
+    with fence as member:
+        member.go_on("compared")
 
 
 def reserve(state: State, shape: CommitShape) -> None:

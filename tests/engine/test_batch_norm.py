@@ -91,7 +91,7 @@ def alone(job: Job, steps: int, **changes: Any) -> Told:
     ids=["one worker", "four workers", "other weights"],
 )
 def test_statistics_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path, layout: Layout, nodes: str, wrong: bool) -> None:
-    """A9: the judge runs the microbatches one after the other, as on one device, through torch's own modules.  The control: weights in
+    """A9, U6: the judge runs the microbatches one after the other, as on one device, through torch's own modules.  The control: weights in
     another order.
     """
     job = job_of(
@@ -152,7 +152,7 @@ def other_momentum(**args: Any) -> nn.Module:
 
 
 def test_the_hash_sees_the_statistics(ranks: Ranks, tmp_path: Path, hash_alone: str) -> None:
-    """The control: the momentum changes the running statistics of a norm, and nothing else."""
+    """U6: the control; the momentum changes the running statistics of a norm, and nothing else."""
     assert train(ranks, job_of(tmp_path, **RAMP, model=f"{HERE}:other_momentum"), Layout(1, 1), STEPS).hash != hash_alone
 
 
@@ -181,7 +181,7 @@ def hasty(world: World, job: Job, culprit: int, boundary: Callable[[], int]) -> 
 
 
 def test_an_abandoned_step_changes_no_statistics(ranks: Ranks, tmp_path: Path, hash_alone: str) -> None:
-    """Promise 2; the next world goes on from there, to the same bits.  The control: statistics that are applied before the commit."""
+    """U6, promise 2: the next world heals from members, to the same bits.  The control: statistics that are applied before the commit."""
     layout, job = Layout(2, 2), job_of(tmp_path / "right", **RAMP)
     members: list[Broken] = ranks.run(layout, broken, job, 1, refuse)
     version = Version(1, ranks.generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,18 @@ def test_the_library_sum_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> 
         assert a.loss == pytest.approx(b.loss, rel=1e-4)
 
 
-def plain_training(job: Job, steps: int) -> tuple[dict[str, dict[str, torch.Tensor]], list[float]]:
-    """Trains the job on one process with torch alone: plain module, plain loop, torch.optim.AdamW, torch's clipping.
+def adamw_of(job: Job, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": job.optim.weight_decay},
+        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=job.optim.lr, betas=job.optim.betas, eps=job.optim.eps)
+
+
+def plain_training(
+    job: Job, steps: int, optimizer_of: Callable[[Job, Mapping[str, nn.Parameter]], torch.optim.Optimizer] = adamw_of
+) -> tuple[dict[str, dict[str, torch.Tensor]], list[float]]:
+    """Trains the job on one process with torch alone: plain module, plain loop, an optimizer of torch.optim, torch's clipping.
 
     Returns the tensors by kind and name, and the losses.
     """
@@ -98,11 +109,7 @@ def plain_training(job: Job, steps: int) -> tuple[dict[str, dict[str, torch.Tens
     model = load(job.model)(**job.model_args)
     model.init_weights()
     named = dict(model.named_parameters())
-    groups = [
-        {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": job.optim.weight_decay},
-        {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=job.optim.lr, betas=job.optim.betas, eps=job.optim.eps)
+    optimizer = optimizer_of(job, named)
     data, losses = load(job.data.dataset)(**job.data.args), []
     cursor = Cursor(len(data), job.global_batch, job.seed, job.data.sampling)
     for step in range(1, steps + 1):
@@ -120,7 +127,8 @@ def plain_training(job: Job, steps: int) -> tuple[dict[str, dict[str, torch.Tens
             group["lr"] = learning_rate_of(job, step)
         optimizer.step()
         losses.append(total / count)
-    moments = {f"moment.{kind}": {name: optimizer.state[p][kind] for name, p in named.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    kinds = {"exp_avg", "exp_avg_sq"}.intersection(*optimizer.state.values())
+    moments = {f"moment.{kind}": {name: optimizer.state[p][kind] for name, p in named.items()} for kind in sorted(kinds)}
     buffers = {name: value for name, value in model.named_buffers() if name in model.state_dict()}
     return {"parameter": {name: p.detach() for name, p in named.items()}, "buffer": buffers, **moments}, losses
 

@@ -49,7 +49,7 @@ def gradients(world: World, job: Job) -> float:
 
 
 def test_small_gradients_survive_because_the_loss_is_scaled(ranks: Ranks, tmp_path: Path) -> None:
-    """The control: with a scale of 1 they are all zero."""
+    """E3: the control is a scale of 1, with which they are all zero."""
     job = toy_job(tmp_path, **FP16, loss=f"{HERE}:faint")
     for layout in (Layout(1, 1), Layout(1, 2)):
         assert min(ranks.run(layout, gradients, job)) > 0
@@ -71,7 +71,7 @@ def scales(world: World, job: Job, steps: int) -> list[tuple[float, int, float, 
 
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2)], ids=str)
 def test_an_infinite_gradient_skips_the_step_everywhere_and_halves_the_scale(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    """Then the scale grows back.  The control is the same run without that microbatch."""
+    """E3: then the scale grows back, after two good steps.  The control is the same run without that microbatch."""
     told = ranks.run(layout, scales, toy_job(tmp_path, **FP16, loss=f"{HERE}:infinite_once"), 6)
     for found in told:
         assert [scale / FIRST for scale, *_ in found] == [1, 2, 1, 1, 2, 2]
@@ -83,7 +83,7 @@ def test_an_infinite_gradient_skips_the_step_everywhere_and_halves_the_scale(ran
 
 
 def test_the_norm_that_is_clipped_is_that_of_the_loss_itself(ranks: Ranks, tmp_path: Path) -> None:
-    """The scale, static or not, changes neither the norm nor the weights by more than what fp16 rounds away."""
+    """E3: the scale, static or not, changes neither the norm nor the weights by more than what fp16 rounds away."""
     runs = [ranks.run(Layout(1, 1), scales, toy_job(tmp_path, **FP16, loss_scale=scale), 3)[0] for scale in ("dynamic", 1024.0, 100.0)]
     (plain,) = ranks.run(Layout(1, 1), scales, toy_job(tmp_path), 3)
     for found in runs:
@@ -91,7 +91,7 @@ def test_the_norm_that_is_clipped_is_that_of_the_loss_itself(ranks: Ranks, tmp_p
 
 
 def test_the_scale_is_in_the_checkpoint_and_the_bits_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """Promises 1 and 4: 2×1, then from the bucket 1×3.  The control: fp32 ends with other bits."""
+    """E3, promises 1 and 4: 2×1, then from the bucket 1×3.  The control: fp32 ends with other bits."""
     settings: dict[str, Any] = {**FP16, "loss": f"{HERE}:infinite_once"}
     alone = train(ranks, toy_job(tmp_path / "alone", **settings), Layout(1, 1), STEPS)
     job = toy_job(tmp_path / "run", **settings)

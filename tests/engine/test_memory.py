@@ -316,13 +316,13 @@ def test_compiled_blocks_recompute_attention_and_form_groups(monkeypatch: pytest
 @pytest.mark.fast
 @pytest.mark.parametrize("policy", ["block", "sqrt", "attention", "selective", 0.5])
 def test_gradients_have_the_same_bits(policy: str | float) -> None:
-    """The model has dropout.  The control: other random numbers give other gradients."""
+    """A8: the model has dropout, and its mask is the same when a block is computed again.  The next test is the control."""
     assert same(measured(policy)[3], measured("none")[3])
 
 
 @pytest.mark.fast
 def test_without_the_seed_of_dropout_the_gradients_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the test above."""
+    """A8: negative control of the test above."""
     kept: Callable[..., Any] = memory.checkpoint
     monkeypatch.setattr(memory, "checkpoint", lambda *args, **more: kept(*args, preserve_rng_state=False, **more))
     assert not same(measured("block")[3], measured("none")[3])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastic.engine.optim.base import RULES, Optimizer, rule_of
+from elastic.engine.optim.base import RULES, Hyper, Optimizer, Part, rule_of
 from elastic.engine.optim.schedule import learning_rate_of
+from elastic.engine.world import World
+from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
 from elastic.runs import Run
+from tests.engine.test_bits import plain_training
 from tests.support.ranks import Ranks
-from tests.support.segments import train
+from tests.support.segments import finish, member, train
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
@@ -86,11 +90,12 @@ def whole_of(mine: Optimizer) -> dict[str, Tensor]:
     return {"values": torch.cat([part.values for part in parts]), "vector": mine.parts["vector"].values, **moments}
 
 
-def judge(kind: str, job: Job, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+def judge(job: Job, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Returns torch's optimizer; what torch.optim.AdamW decouples, the others add to the gradient."""
     optim = job.optim
-    groups: Any = [{"params": [parameters["matrix"]], "weight_decay": optim.weight_decay}, {"params": [parameters["vector"]]}]
-    match kind:
+    matrices, vectors = ([value for value in parameters.values() if (value.dim() > 1) is many] for many in (True, False))
+    groups: Any = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors}]
+    match optim.kind:
         case "adamw" if optim.decay == "decoupled":
             groups[1]["weight_decay"] = 0.0
             return torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps)
@@ -102,7 +107,7 @@ def judge(kind: str, job: Job, parameters: dict[str, torch.nn.Parameter]) -> tor
             return torch.optim.Adagrad(groups, eps=optim.eps)
         case "rmsprop":
             return torch.optim.RMSprop(groups, alpha=optim.betas[1], eps=optim.eps)
-    raise AssertionError(f"torch has no judge for {kind!r}")
+    raise AssertionError(f"torch has no judge for {optim.kind!r}")
 
 
 @pytest.mark.fast
@@ -111,7 +116,7 @@ def test_fifty_steps_are_torchs(kind: str, decay: str) -> None:
     """A4: in float64, whole and in pieces whose cuts change after 25 steps.  The control: one step fewer gives another result."""
     job = job_of(kind, decay=decay, weight_decay=PENALTY)
     parameters = {name: torch.nn.Parameter(value) for name, value in begun().items()}
-    theirs = judge(kind, job, parameters)
+    theirs = judge(job, parameters)
     for step, grads in enumerate(gradients(COUNT), 1):
         for name, parameter in parameters.items():
             parameter.grad = grads[name].clone()
@@ -150,7 +155,10 @@ def test_momentum_is_the_recurrence_to_the_bit() -> None:
 
 @pytest.mark.fast
 def test_the_two_forms_of_weight_decay() -> None:
-    """The first step of AdaGrad is lr × the sign of the gradient, so a penalty in it only matters where it turns the sign."""
+    """A6: each config has its own update, by hand; what does not decay has the same in both.
+
+    The first step of AdaGrad is lr × the sign of the gradient, so a penalty in it only matters where it turns the sign.
+    """
     lr, weight_decay = 0.25, 0.5
     values, grads = torch.tensor([[4.0, -4.0, 4.0]]), torch.tensor([[1.0, 1.0, -1.0]])
     expected = {"decoupled": [[4.0 * 0.875 - 0.25, -4.0 * 0.875 - 0.25, 4.0 * 0.875 + 0.25]], "l2": [[3.75, -3.75, 3.75]]}
@@ -161,6 +169,75 @@ def test_the_two_forms_of_weight_decay() -> None:
         mine.apply({"w": grads.clone(), "b": grads.clone()}, outcome(1))
         assert mine.parts["w"].values.tolist() == want
         assert mine.parts["b"].values.tolist() == [[3.75, -4.25, 4.25]], "what does not decay is the same in both"
+
+
+EXACT: dict[str, Any] = {
+    "model": "tests.engine.test_bits:double",
+    "model_args": {"vocab": 29, "dim": 16, "layers": 1, "heads": 2},
+    "loss": "tests.engine.test_bits:exact_next_token",
+    "data": {"dataset": "tests.support.toys:Sums", "args": {"masked": False}},
+    "global_batch": 4,
+}
+"""A small model in float64."""
+
+
+OTHERS = [pytest.param(kind, "l2", marks=pytest.mark.full) for kind in ("adamw", "adagrad", "rmsprop")]
+
+
+@pytest.mark.parametrize(("kind", "decay"), [("adamw", "decoupled"), *OTHERS])
+def test_fifty_steps_of_worlds_that_share_their_state_are_torchs(ranks: Ranks, tmp_path: Path, kind: str, decay: str) -> None:
+    """A4: two workers share the moments (ZeRO-1) and save at step 25; three go on from there, to what torch.optim does in a plain loop.
+
+    torch's clipping adds 1e-6 to the norm, so nothing is clipped.  The control: torch is one step behind.
+    """
+    job = job_of(kind, tmp_path, decay=decay, weight_decay=PENALTY, clip_norm=1e9).replace(**EXACT, parallel={"zero": 1})
+    first = train(ranks, job, Layout(1, 2), COUNT // 2)
+    last = train(ranks, job, Layout(1, 3), COUNT, first.version).version
+    reader = Run.open(job).checkpoints.open(last)
+    stored = {tensor.name: tensor for tensor in reader.tensors() if tensor.kind == "parameter"}
+
+    def furthest(steps: int) -> float:
+        expected, _ = plain_training(job, steps, judge)
+        assert expected["parameter"].keys() == stored.keys()
+        distances = []
+        for name, value in expected["parameter"].items():
+            ((_, raw),) = reader.read([stored[name].whole()])
+            distances.append((torch.frombuffer(bytearray(raw), dtype=torch.float64).view(value.shape) - value).abs().max().item())
+        return max(distances)
+
+    assert furthest(COUNT) <= 1e-7 < 1e-5 < furthest(COUNT - 1)
+
+
+def recurrence(world: World, job: Job, version: Version, last: int, mu: float) -> tuple[bool, Any]:
+    """Trains to ``last``.  Returns whether all velocities are those of v ← μ·v + g, to the bit, and what was saved."""
+    with member(world, job, version) as me:
+        optimizer, holds = me.state.optimizer, []
+        update = optimizer.rule.update
+
+        def watched(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
+            expected = [mu * part.moments["velocity"] + grad for part, grad in zip(parts, grads, strict=True)]
+            update(parts, grads, hyper)
+            holds.append(all(torch.equal(part.moments["velocity"], value) for part, value in zip(parts, expected, strict=True)))
+
+        optimizer.rule = replace(optimizer.rule, update=watched)
+        while me.state.shard.version.step < last:
+            me.step()
+        assert {part.values.dtype for part in optimizer.parts.values()} == {torch.float64} and len(holds) == last - version.step
+        return all(holds), me.save()
+
+
+def test_momentum_is_the_recurrence_in_shards_and_after_a_reshape(ranks: Ranks, tmp_path: Path) -> None:
+    """A3: in float64, in 2×2, and from the bucket in 1×3, with the bits of one worker.  The control: another μ."""
+    job, alone = (job_of("sgd", tmp_path / name, momentum=0.875).replace(**EXACT) for name in ("run", "alone"))
+    told = ranks.run(Layout(2, 2), recurrence, job, Version(0, 0), 3, 0.875)
+    saved = Version(3, ranks.generation)
+    finish(job, Layout(2, 2), [receipt for _, receipt in told], saved)
+    after = ranks.run(Layout(1, 3), recurrence, job, saved, STEPS, 0.875)
+    assert all(holds for holds, _ in (*told, *after))
+    assert finish(job, Layout(1, 3), [receipt for _, receipt in after], Version(STEPS, ranks.generation), ((saved.generation, 3),)) == (
+        train(ranks, alone, Layout(1, 1), STEPS).hash
+    )
+    assert not any(holds for holds, _ in ranks.run(Layout(1, 3), recurrence, job, saved, STEPS, 0.75))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "adamw"])  # test_bits has AdamW

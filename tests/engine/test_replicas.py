@@ -126,6 +126,22 @@ def test_each_sample_of_a_step_is_read_by_one_member(ranks: Ranks, tmp_path: Pat
         assert len(idle) == -8 % layout.world, "who idles runs along with samples of weight zero"
 
 
+def test_samples_with_replacement_are_a_function_of_the_step(ranks: Ranks, tmp_path: Path) -> None:
+    """A2: they are those of the step in a run that is stopped and goes on in another layout.  In an epoch some come twice; the control: in
+    a permutation none does.
+    """
+    read = {}
+    for sampling in ("with_replacement", "permutation"):
+        job = toy_job(tmp_path / sampling, data={"dataset": "tests.support.toys:Sums", "sampling": sampling})
+        first = train(ranks, job, Layout(1, 2), 1)
+        outcomes = [*first.outcomes, *train(ranks, job, Layout(3, 1), 4, first.version).outcomes]
+        read[sampling] = [sample for outcome in outcomes for ids in outcome.samples for sample in ids]
+        cursor = Cursor(64, job.global_batch, job.seed, sampling)
+        assert read[sampling] == [sample for step in range(1, 5) for sample in cursor.ids(step)]
+    assert max(Counter(read["with_replacement"]).values()) > 1 == max(Counter(read["permutation"]).values())
+    assert len(read["permutation"]) == len(read["with_replacement"]) == 64
+
+
 @pytest.mark.parametrize("stop", [1, 4])
 def test_everything_continues_unchanged_after_a_resume(ranks: Ranks, reference: Trained, tmp_path: Path, stop: int) -> None:
     """A2, A5: a run that is stopped and resumed by another world has the samples, losses and learning rates of an undisturbed one."""

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from elastic.engine.loss import next_token
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
@@ -75,13 +77,47 @@ def test_memory_that_tensors_share_counts_once(ranks: Ranks, tmp_path: Path) -> 
 
 
 def test_the_log_lists_which_parameters_decay(ranks: Ranks, tmp_path: Path) -> None:
-    """Biases, norms and other vectors do not; numbers of layers are written as a star."""
+    """A6: biases, norms and other vectors do not; numbers of layers are written as a star."""
     job = toy_job(tmp_path, **OWN, optim={"weight_decay": 0.05, "decay": "l2"})
     (_, _, line), *_ = ranks.run(Layout(1, 2), held, job)
     assert line == (
         "weight decay 0.05 (l2): of 9 parameters (embed.weight, layers.*.1.weight, layers.*.3.weight, mix.weight, head.weight); "
         "of 14 parameters (layers.*.0.weight, layers.*.0.bias, layers.*.1.bias, layers.*.3.bias, mix.bias, head.bias) not"
     )
+
+
+def weights(world: World, job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the weights before and after two steps."""
+    with member(world, job, Version(0, 0)) as me:
+        before = {name: value.clone() for name, value in me.state.trained.items()}
+        me.step()
+        me.step()
+        return before, {name: value.clone() for name, value in me.state.trained.items()}
+
+
+@pytest.mark.parametrize("decay", ["decoupled", "l2"])
+def test_what_the_log_says_is_what_decays(ranks: Ranks, tmp_path: Path, decay: str) -> None:
+    """A6: without a gradient, lr × decay of a weight goes in the first step.  A bias and a norm do not move.  The control: no decay.
+
+    In the second step the momentum has the penalty if it is in the gradient, and has nothing if it is decoupled.
+    """
+    lr, share, momentum = 0.25, 0.5, 0.5
+    optim = {"kind": "sgd", "lr": lr, "momentum": momentum, "weight_decay": share, "decay": decay}
+    job = toy_job(tmp_path, **OWN, loss=f"{__name__}:flat", optim=optim, schedule={"kind": "constant"})
+    ((before, after),) = ranks.run(Layout(1, 1), weights, job)
+    first = 1 - lr * share
+    factor = first * first if decay == "decoupled" else first - lr * (momentum * share + share * first)
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value * (factor if value.dim() > 1 else 1), rtol=1e-6, atol=0)
+        assert value.abs().sum() == 0 or torch.equal(after[name], value) is (value.dim() < 2)
+    ((before, after),) = ranks.run(Layout(1, 1), weights, job.replace(optim={**optim, "weight_decay": 0.0}))
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def flat(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A loss without a gradient."""
+    loss, count = next_token(model, batch)
+    return loss * 0, count
 
 
 def test_classes_without_memory_are_not_told() -> None:

@@ -1,0 +1,74 @@
+"""Compares the replicas of the state, so that a silent error of a memory or a processor is found before it is saved.
+
+In a reproducible job all replicas have the same bits, and every member computes the digest of its own part.  They exchange one number each;
+only if replicas differ do they exchange one number for each tensor, which tells where.  A single bit that flipped always shows (see
+``state/digest.py``).  What no member can find so is an error that all replicas share, as in a gradient that one member summed for all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from elastic.engine.world import World, all_gather
+from elastic.errors import ReplicasDiffer, StateDamaged
+from elastic.state.digest import digests
+from elastic.train.model import State
+
+Row = tuple[int, ...]
+
+
+def compare(state: State, leave_if_over: Callable[[], None] = lambda: None) -> None:
+    """Compares the state with its replicas.  Every member must call it at the same point of a step.
+
+    Raises :class:`StateDamaged` on a member that differs from most replicas of its part, and :class:`ReplicasDiffer` on all of them if no
+    value is that of most.  ``leave_if_over`` raises if the world is over: what it gathered is garbage then.
+    """
+    world, values = state.world, state.shard.values
+    if world.layout.dp_replicate == 1:
+        return
+    tensors = torch.stack([_weighed(digests(value).to(world.device)) for value in values.values()])
+    parts = [world.layout.coordinates(rank)["dp_shard"] for rank in range(world.size)]
+    found = {*zip(parts, _gathered(_weighed(tensors)[None], world), strict=True)}
+    leave_if_over()
+    if len(found) == world.layout.dp_shard:
+        return
+    rows = _gathered(tensors, world)
+    leave_if_over()
+    replicas = {rank: rows[rank] for rank in range(world.size) if parts[rank] == parts[world.rank]}
+    _judge(replicas, world.rank, [f"{kind} {name!r}" for kind, name in values], state.shard.version.step)
+
+
+def _judge(replicas: dict[int, Row], mine: int, names: list[str], step: int) -> None:
+    """Raises the error of the member ``mine``, if it has one.  ``replicas`` has the numbers of each replica's tensors, by world rank."""
+    (common, count), *others = Counter(replicas.values()).most_common()
+    if not others:
+        return
+    where = [name for name, *numbers in zip(names, *replicas.values(), strict=True) if len({*numbers}) > 1]
+    said = f"{where[0]}{f' and {len(where) - 1} more tensors' if where[1:] else ''} after step {step}"
+    if 2 * count <= len(replicas):
+        ranks = ", ".join(map(str, replicas))
+        raise ReplicasDiffer(
+            f"the replicas of world ranks {ranks} hold different bits of {said}, and none is that of most: a memory or a processor is "
+            f"faulty.  Find it, leave its node out, and go on from the newest checkpoint, whose replicas were alike"
+        )
+    if replicas[mine] != common:
+        raise StateDamaged(
+            f"world rank {mine} holds other bits of {said} than {count} of {len(replicas)} replicas, so its state is given up"
+        )
+
+
+def _weighed(numbers: Tensor) -> Tensor:
+    """Returns a sum of int64 numbers, modulo 2^64, in which their order counts."""
+    return (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
+
+
+def _gathered(mine: Tensor, world: World) -> list[Row]:
+    """Returns the numbers of every member, by world rank."""
+    everyone = mine.new_empty(world.size * len(mine))
+    all_gather(everyone, mine)
+    world.finish()
+    return [tuple(row) for row in everyone.view(world.size, -1).tolist()]

@@ -1,0 +1,73 @@
+"""A8: the mask of a dropout belongs to the microbatch: whoever computes it, and how often, the mask is the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.train import step as stepping
+from tests.support.ranks import Ranks
+from tests.support.segments import member
+from tests.support.toys import toy_job
+
+MICROBATCHES, STEPS = 8, 2
+Masks = dict[tuple[int, int], dict[str, list[str]]]
+"""For each (step, microbatch) the hashes of the masks of each module, in the order in which they were drawn."""
+
+
+def masks(world: World, job: Job, one_seed: bool = False) -> Masks:
+    """Returns the masks that this member has drawn.  ``one_seed`` seeds each member alike, whatever it computes: the control."""
+    found: Masks = defaultdict(lambda: defaultdict(list))
+    with pytest.MonkeyPatch.context() as patch, member(world, job, Version(0, 0)) as me:
+        if one_seed:
+            patch.setattr(stepping, "microbatch_seed", lambda seed, *_: seed)
+
+        def note(name: str, output: Tensor) -> None:
+            at, microbatch, *_ = me.session.computing.removeprefix("step ").split(", ")
+            if microbatch.startswith("microbatch"):
+                place = int(at), int(microbatch.removeprefix("microbatch "))
+                found[place][name].append(hashlib.sha256((output != 0).numpy().tobytes()).hexdigest())
+
+        for name, module in me.state.model.named_modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(lambda _, args, output, name=name: note(name, output))
+        for _ in range(STEPS):
+            me.step()
+    return {place: dict(of) for place, of in found.items()}
+
+
+def drawn(ranks: Ranks, layout: Layout, job: Job, **more: Any) -> Masks:
+    """Returns the masks of all members; no two of them compute the same microbatch."""
+    told: list[Masks] = ranks.run(layout, masks, job, *more.values())
+    whole = {place: of for each in told for place, of in each.items()}
+    assert len(whole) == sum(map(len, told)) == STEPS * MICROBATCHES
+    assert all(each for each in told), "each member has computed something"
+    return whole
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_a8_masks_differ_between_members_and_not_between_layouts(ranks: Ranks, tmp_path: Path, recompute: str) -> None:
+    """A8: also when a block is computed again, up to its last dropout, whose output the backward pass does not need.
+
+    The last lines are the control.
+    """
+    job = toy_job(tmp_path, recompute=recompute)
+    one, *others = (drawn(ranks, layout, job) for layout in (Layout(1, 1), Layout(3, 1), Layout(1, 2)))
+    assert others == [one, one]
+    for of in one.values():
+        assert len(of) == 4, "a module for each of the layers"
+        assert all(len(set(each[:2])) == 2 for each in of.values()), "a block draws two masks"
+        assert all(each[2:] == (each[:1] if recompute == "block" else []) for each in of.values()), "and the first one again"
+    firsts = [each[0] for of in one.values() for each in of.values()]
+    assert len(set(firsts)) == len(firsts) == STEPS * MICROBATCHES * 4
+    alike = drawn(ranks, Layout(3, 1), job, one_seed=True)
+    assert len({each[0] for of in alike.values() for each in of.values()}) == 4

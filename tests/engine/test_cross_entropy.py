@@ -35,7 +35,7 @@ def by_us(hidden: Tensor, weight: Tensor, targets: Tensor) -> Results:
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 2048])
 def test_the_loss_and_its_gradients_are_those_of_whole_logits(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """Only the order of additions differs.  The control: one target more that is masked is far outside of what is allowed."""
+    """F7: only the order of additions differs.  The control: one target more that is masked is far outside of what is allowed."""
     monkeypatch.setattr(fused, "CHUNK", chunk)
     hidden, weight, targets = inputs(torch.float32)
     found, expected = by_us(hidden, weight, targets), by_torch(hidden, weight, targets)
@@ -73,6 +73,7 @@ def test_the_gradient_is_scaled_as_the_loss_is() -> None:
 
 
 def test_a_model_that_fuses_its_loss_trains_as_one_that_does_not() -> None:
+    """F7: the loss and all gradients to 1e-5."""
     torch.manual_seed(0)
     model = Llama(vocab=29, dim=16, layers=1, heads=2)
     model.init_weights()

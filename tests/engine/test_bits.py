@@ -81,7 +81,7 @@ def test_the_hash_sees_what_should_change_it(ranks: Ranks, reference: Trained, t
 
 
 def test_the_library_sum_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """Negative control of the fold: without it the bits do differ, so the equality above is not for free; the values stay near."""
+    """E6: negative control of the fold: without it the bits do differ, so the equality above is not for free; the values stay near."""
     one, three = (
         train(ranks, toy_job(tmp_path / str(layout.world), reproducible=False), layout, STEPS) for layout in (Layout(1, 1), Layout(3, 1))
     )

@@ -21,7 +21,7 @@ from tests.support.toys import toy_job
 
 MICROBATCHES, STEPS = 8, 2
 Masks = dict[tuple[int, int], dict[str, list[str]]]
-"""For each (step, microbatch) the hashes of the masks of each module, in the order in which they were drawn."""
+"""Hashes of the masks of each module, in the order in which they were drawn, by (step, microbatch)."""
 
 
 def masks(world: World, job: Job, one_seed: bool = False) -> Masks:

@@ -132,7 +132,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "",
             ["--checkpoint", "1"],
-            "command line: '--checkpoint' is a section; its settings are --checkpoint.save-every",
+            "command line: '--checkpoint' is a section; its settings are --checkpoint.save-every, --checkpoint.compare",
         ),
         (
             "[batch_ramp]\nstart = 4",

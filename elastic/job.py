@@ -123,11 +123,12 @@ class Job(Part):
     """The place or format of what blocks keep for the backward pass: ``offload`` is memory of the host, with the same bits; ``int8`` and
     ``fp8`` take a quarter of float32, and gradients change a little.
     """
-    offload: Free[Literal["none", "optimizer"]] = "none"
+    offload: Free[Literal["none", "optimizer", "weights"]] = "none"
     """``optimizer`` (with ``parallel.zero`` 0, 1 or 2) keeps weights and moments in the node's memory, that of ``[copies]``, and brings
     them to the device only to be updated.
     The device has the weights in the format of forward and backward.  No copies have to be made then, and a worker that lives through a
-    failure and keeps its part reads nothing.  The bits are the same."""
+    failure and keeps its part reads nothing.  The bits are the same.  ``weights`` does so, too, and keeps the weights in the format of
+    forward and backward in the memory of each worker: a block gets its own while it runs, and those of the next one come meanwhile."""
     offload_folder: Free[Annotated[str, AfterValidator(own_folder)]] = ""
     """Folder of a local disk of every node, such as ``/mnt/nvme``, in whose files offloaded state and its copies are.  Empty: in memory.
     The files have no names, and are gone once no worker and no keeper of the run is left on the node."""

@@ -75,8 +75,8 @@ def _offload(job: Job) -> Iterator[str]:
     """Yields a sentence for each setting with which the state cannot live in the memory of the node."""
     if job.offload_folder and not job.offloads:
         yield (
-            f"offload_folder = {job.offload_folder!r} with offload = 'none': nothing would be in its files; set offload to 'optimizer', or "
-            f"leave it out"
+            f"offload_folder = {job.offload_folder!r} with offload = 'none': nothing would be in its files; set offload to 'optimizer' or "
+            f"'weights', or leave it out"
         )
     if not job.offload_folder and job.offload_buffer_gb != 1:
         yield (

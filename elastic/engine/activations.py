@@ -13,11 +13,10 @@ positions and masks, and what is small, such as the statistics of norms and of a
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from elastic.engine import fp8
+from elastic.engine.axes.visits import parameters_of
+from elastic.engine.host_memory import host_memory
 from elastic.engine.streams import stream
 from elastic.models.spec import ShardingTable
 
@@ -67,7 +68,7 @@ def _run(hold: Hold, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) 
     own = [each.untyped_storage().nbytes() for each in given if each.requires_grad]
     if not own or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    others = (*block.parameters(), *block.buffers(), *fp8.held_by(block), *(each for each in given if not each.requires_grad))
+    others = (*parameters_of(block), *block.buffers(), *fp8.held_by(block), *(each for each in given if not each.requires_grad))
     kept = _Kept(hold, {each.untyped_storage()._cdata for each in others}, own[0] // SMALL)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, _unpack):
         return forward(*args, **kwargs)
@@ -257,7 +258,7 @@ class _Copy:
         self.source: Tensor | None = source
         """The memory itself, until the next block has run."""
         self.back: Tensor | None = None
-        hosts, size = _hosts(pinned=source.is_cuda), source.untyped_storage().nbytes()
+        hosts, size = host_memory(pinned=source.is_cuda), source.untyped_storage().nbytes()
         self.host = hosts.take(size)
         weakref.finalize(self, hosts.give, self.host)
 
@@ -283,27 +284,3 @@ class _Copy:
         back, self.back = self.back, None
         assert back is not None
         return back
-
-
-class _Hosts:
-    """Host memory that is given back and taken again.  Forward passes take the same sizes, so after the warm-up nothing is allocated.
-
-    Allocating pinned memory waits for the device, where a collective may hang: see :class:`elastic.engine.world.Staging`.
-    """
-
-    def __init__(self, pinned: bool) -> None:
-        self.pinned = pinned
-        self.free: dict[int, list[Tensor]] = defaultdict(list)
-
-    def take(self, size: int) -> Tensor:
-        free = self.free[size]
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
-
-    def give(self, host: Tensor) -> None:
-        self.free[host.numel()].append(host)
-
-
-@cache
-def _hosts(*, pinned: bool) -> _Hosts:
-    """Returns this process's host memory for what blocks keep; all worlds use the same."""
-    return _Hosts(pinned)

@@ -15,6 +15,7 @@ from elastic.engine.activations import apply_activations
 from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.gathers import COLLECTIVES
 from elastic.engine.axes.split import Split, apply_fp8_gather, apply_fsdp, apply_sync, keep_streams, settle
+from elastic.engine.axes.visits import Visits
 from elastic.engine.axes.whole import Whole
 from elastic.engine.batch_norm import Statistics, apply_batch_norm
 from elastic.engine.compile import INDUCTOR, apply_compile
@@ -56,12 +57,16 @@ def parallelize(
     norms = apply_batch_norm(blueprint, table, world.device, job)
     statistics = Statistics(norms, scheme if scheme.keeps_sums else scheme_of(job)(world, deal, deferred=True), job.model)
     if job.compile:
-        apply_compile(blueprint, table, forward_alone=job.recompute == "sqrt" or job.activations != "keep", backend=backend)
+        alone = job.recompute == "sqrt" or job.activations != "keep" or job.offload == "weights"
+        apply_compile(blueprint, table, forward_alone=alone, backend=backend)
+    visits = Visits(blueprint, table.blocks, world.device) if job.offload == "weights" else None
     if job.recompute == "sqrt":
         apply_groups(blueprint, table)
     apply_activations(blueprint, table, job.activations)
     if world.layout.dp_shard == 1 or job.parallel.zero in (1, 2):
-        parameters = Whole(blueprint, world, table, precision, scheme, offloads=job.offloads, bucket=job.parallel.elements)
+        parameters = Whole(
+            blueprint, world, table, precision, scheme, offloads=job.offloads, bucket=job.parallel.elements, visits=visits
+        )
         for module in blueprint.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 module._buffers[name] = torch.empty_like(buffer, device=world.device)

@@ -2,9 +2,10 @@
 
 Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of the gradients in float32;
 with deferred sums, all of that sum.  It also holds the copy of the weights with which it computes: with one shard if that has another
-dtype, and with more unless they are gathered block by block (stage 3 of ZeRO).  What comes and goes in a step, such as activations, does
-not depend on the layout; a worker measures it before it joins.  While a world forms, a member holds its old part beside the new one, and
-no gradients; the old part is not larger than that at the smallest degree.
+dtype, and with more unless they are gathered block by block (stage 3 of ZeRO).  Where these copies live on the host, only those of two
+blocks, and of what is in no block, count.  What comes and goes in a step, such as activations, does not depend on the layout; a worker
+measures it before it joins.  While a world forms, a member holds its old part beside the new one, and no gradients; the old part is not
+larger than that at the smallest degree.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Need:
     transient: int = 0
     streamed: int = 0
     """Buffers through which the state comes and goes at an update if it lives in host memory; 0 if it lives on the device."""
+    hosted: int = 0
+    """Copies of the weights in host memory, of which those that a block computes with come to the device."""
 
     def of_a_member(self, shards: int) -> int:
         """Returns the bytes of a member in worlds with ``shards`` or more shards."""

@@ -57,7 +57,7 @@ def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None =
         f"weights{where}": -(-weights // shards),
         f"moments{where}": -(-moments // shards),
         "gradients": need.gradients if need.deferred else -(-need.gradients // shards),
-        "computing copies": need.copies(shards),
+        **({"computing copies in host memory": need.hosted} if need.hosted else {"computing copies": need.copies(shards)}),
         "buffers": bytes_of([tensor for tensor in tensors if tensor.kind in BUFFERS]),
     }
 

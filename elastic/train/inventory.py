@@ -24,7 +24,7 @@ def memory_by_class(state: State) -> dict[str, int]:
         f"weights{where}": [value for (kind, _), value in values.items() if kind == "parameter"],
         f"moments{where}": [value for (kind, _), value in values.items() if kind.startswith("moment.")],
         "gradients": state.parameters.grads().values(),
-        "computing copies": state.parameters.copies,
+        f"computing copies{where if state.job.offload == 'weights' else ''}": state.parameters.copies,
         "buffers": [value for (kind, _), value in values.items() if kind in BUFFERS],
     }
     return {name: _bytes(tensors, seen) for name, tensors in classes.items()}

@@ -34,6 +34,7 @@ from elastic.runs import Run
 from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
 from elastic.train.counters import Counters
+from elastic.train.machine.device import need_of
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import build_of, make_session
 from elastic.train.step import Session
@@ -102,7 +103,8 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False) -> Checked
     notes += _packing(job, model, session.loader.dataset)
     if local:
         return Checked(build, [*notes, *_unused(job)])
-    return Checked(build, [*notes, _copying(job, state_bytes), *_forming(job, state_bytes), *_updating(job, state_bytes)])
+    notes += [_copying(job, state_bytes), *_hosting(job, tensors)]
+    return Checked(build, [*notes, *_forming(job, state_bytes), *_updating(job, state_bytes)])
 
 
 def _check_readers(job: Job, session: Session) -> list[str]:
@@ -180,6 +182,12 @@ def _copying(job: Job, state_bytes: int) -> str:
     if rules.layout.dp_shard is None and cells[-1] < job.workers.max and state_bytes >= LARGE:
         text += "; less where a device or a node has too little memory, because more workers share the state then"
     return text
+
+
+def _hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
+    """Returns a sentence about the memory of the host that weights take beside the state."""
+    hosted = need_of(job, tensors).hosted
+    return [f"weights with which the model computes take {amount(hosted)} more of its node's memory for each worker"] if hosted else []
 
 
 def _initialising(job: Job, model: nn.Module) -> list[str]:

@@ -19,7 +19,7 @@ from elastic.engine.precision import PRECISIONS
 from elastic.errors import CodeError, DataError, ElasticError, JobError, NoRoomYet
 from elastic.imports import code_digest, load, own_digest
 from elastic.job import Job
-from elastic.plan.copy_budget import no_room, slots_a_worker, slots_for
+from elastic.plan.copy_budget import amount, no_room, slots_a_worker, slots_for
 from elastic.plan.layout import Layout, after_a_loss
 from elastic.plan.placement import cell_of, distinct_cells, number_of_cells
 from elastic.protocol.builds import Build
@@ -32,6 +32,7 @@ from elastic.train.counters import Counters
 from elastic.train.faults import Faults, Seat
 from elastic.train.machine.interface import choose
 from elastic.train.machine.limits import little_lockable, little_shared, lockable_memory, shared_memory
+from elastic.train.machine.device import need_of
 from elastic.train.model import builder_of
 from elastic.train.step import Loss, Session
 from storage.errors import Unavailable
@@ -213,6 +214,8 @@ def make_snapshots(
     with alone():
         folder = job.offload_folder
         (free, where), (coming, kept) = (free_disk(folder), copies_here(folder)) if folder else (free_memory(), copies_here())
+        if not folder and (hosted := need_of(job, tensors).hosted):
+            free, where = free - hosted, f"{where}, less {amount(hosted)} for weights with which the model computes,"
         needed, left = slots * smallest, max(free - coming, 0)
         if why := no_room(job.copies.copy_every, needed, left, where, slots, offload=job.offloads, folder=folder):
             raise (NoRoomYet if needed <= left + kept else JobError)(why)

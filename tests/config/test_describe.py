@@ -17,7 +17,7 @@ from elastic.engine.optim.base import RULES
 from elastic.engine.precision import PRECISIONS, WIRES
 from elastic.job import Job
 from elastic.plan.layout import USES
-from elastic.runs import flat
+from elastic.branches import flat
 
 pytestmark = pytest.mark.fast
 

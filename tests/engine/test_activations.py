@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from elastic.engine import activations
 from elastic.engine.activations import apply_activations
 from elastic.engine.compile import apply_compile
+from elastic.engine.host_memory import host_memory
 from elastic.engine.parallelize import sharding_table
 from elastic.engine.world import World
 from elastic.ids import Version
@@ -37,7 +38,7 @@ def with_activations(kept: str, recompute: str = "none", layers: int = 4, *, com
 
 def hosts() -> set[StorageWeakRef]:
     """Returns the host memory that is free."""
-    free = activations._hosts(pinned=False).free
+    free = host_memory(pinned=False).free
     return {StorageWeakRef(host.untyped_storage()) for each in free.values() for host in each}
 
 

@@ -209,8 +209,8 @@ class Plain(dict[str, Any]):
 BREAKS: dict[str, dict[str, Any]] = {
     "": {},
     "steps": {},
-    "blocks": {"_before_calls": lambda *_: None, "_Old": Plain},
-    "elsewhere": {"_Old": Plain},
+    "blocks": {"_before_calls": lambda *_: None, "Old": Plain},
+    "elsewhere": {"Old": Plain},
 }
 """Controls, and changes to the product: every other step gathers nothing; nobody waits; only blocks that are called wait."""
 

@@ -67,7 +67,7 @@ def in_groups(world: World, job: Job, version: Version, last: int, *, stale: boo
 
 def _take_once(self: Whole, name: str, values: Tensor) -> None:
     if not self._fresh:
-        self._mine(self._computing[name]).copy_(values)
+        self._mine(self._used[name]).copy_(values)
 
 
 def trained(ranks: Ranks, job: Job, layout: Layout, last: int, **how: bool) -> str:

@@ -16,7 +16,7 @@ class Parameters(ABC):
     trained: frozenset[str]
     """The names of the parameters that have gradients."""
     copies: Sequence[Tensor] = ()
-    """The copies of parameters with which the model computes all the time, if it does so in another dtype."""
+    """The copies of parameters with which the model computes all the time, if it does so in another dtype, or that come from the host."""
 
     @abstractmethod
     def begin_round(self, number: int, *, last: bool) -> None:

@@ -67,7 +67,7 @@ class Gathers:
         self._here = 0
         for number, modules in enumerate(self._owners):
             for module in modules:
-                module.__dict__["_parameters"] = _Old(module._parameters, partial(self.need, number))
+                module.__dict__["_parameters"] = Old(module._parameters, partial(self.need, number))
         if self.world.device.type == "cuda":
             self._stream.wait_stream(torch.cuda.current_stream())
         self.need(0)
@@ -115,7 +115,7 @@ class Gathers:
         ends = ends_of(whole, shards)
         mine = torch.empty(ends[-1], dtype=whole[0].dtype, device=self.world.device)
         places = [mine[first:][: weight.part.numel()] for weight, first in zip(weights, ends, strict=False)]
-        torch._foreach_copy_(places, [weight.part.flatten() for weight in weights])
+        torch._foreach_copy_(places, [weight.part.flatten() for weight in weights], non_blocking=True)  # from the host, it may be
         everyone = mine.new_empty(shards * len(mine))
         wait = self.world.begin_all_gather(everyone, mine)
 
@@ -123,7 +123,7 @@ class Gathers:
             wait()
             rows = everyone.view(shards, -1)
             pairs = [pair for copy, (first, last) in zip(whole, pairwise(ends), strict=True) for pair in _pairs(copy, rows[:, first:last])]
-            torch._foreach_copy_([copy for copy, _ in pairs], [found for _, found in pairs])
+            torch._foreach_copy_([copy for copy, _ in pairs], [found for _, found in pairs], non_blocking=True)
 
         return arrive
 
@@ -132,7 +132,7 @@ class Gathers:
         return stream(COLLECTIVES, self.world.device)
 
 
-class _Old(dict[str, Any]):
+class Old(dict[str, Any]):
     """The parameters of a module, with old values.  Who reads one waits for the new ones; then the module has its own dictionary again."""
 
     def __init__(self, own: dict[str, nn.Parameter | None], need: Callable[[], None]) -> None:

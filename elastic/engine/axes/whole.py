@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.buckets import buckets_of
 from elastic.engine.axes.gathers import COLLECTIVES, Gathers, Weight, ends_of
+from elastic.engine.axes.visits import Visits, absent
 from elastic.engine.fp8 import hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of
 from elastic.engine.precision import Precision
@@ -62,13 +63,16 @@ class Whole(Parameters):
         *,
         offloads: bool = False,
         bucket: int = 0,
+        visits: Visits | None = None,
     ) -> None:
         """Gives the parameters of ``model``, which may be on the meta device, memory on the device of ``world``.
 
         A parameter that has memory there already keeps it, unless it is cut.  With ``offloads`` the parts are on the meta device until the
-        owner of their memory, which is the host's, sets them.  A bucket of joined blocks has at most ``bucket`` elements.
+        owner of their memory, which is the host's, sets them.  A bucket of joined blocks has at most ``bucket`` elements.  With ``visits``
+        the copies are in the host's memory, too.
         """
         self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.dp_shard, offloads
+        self._visits = visits
         self.fetch: Callable[[str], Tensor] = lambda name: self.parts[name]
         """It returns a parameter's part on the device; whoever owns memory of the host sets it."""
         self._fresh = False
@@ -81,7 +85,9 @@ class Whole(Parameters):
         self._computing = {name: self._copy(name, parameter, precision.compute) for name, parameter in known.items()}
         _replace(model, {id(known[name]): parameter for name, parameter in self._computing.items()})
         self._used: dict[str, Tensor] = {**self._computing, **self._hold_fp8()}
-        """Memory of all values with which the model computes."""
+        if visits is not None:
+            self._used = {**visits.hold(model, self._computing)}
+        """Memory of all values with which the model computes, on the device or on the host."""
         memory = {name: part.untyped_storage()._cdata for name, part in self.parts.items()}
         self.copies = [copy for name, copy in self._used.items() if copy.untyped_storage()._cdata != memory[name]]
         self._units: list[_Unit] = []
@@ -90,9 +96,14 @@ class Whole(Parameters):
         """The number of units that are summed in the present round."""
         for each in buckets:
             self._add_unit([*each.parameters], precision.wire)
-        gathered = [[self._weight(name) for name in each.parameters] for each in reversed(buckets)]
         blocks = [model.get_submodule(block) for block in table.blocks]
-        self._gathers = Gathers(model, world, gathered if self.shards > 1 else (), blocks)
+        order = [[*each.parameters] for each in reversed(buckets)] if visits is None else visits.names(self._computing)
+        gathered = [[self._weight(name) for name in names] for names in order] if self.shards > 1 else []
+        if visits is None:
+            self._gathers = Gathers(model, world, gathered, blocks)
+        else:  # who needs weights asks for them to come from the host, and that asks for them to be there
+            self._gathers = Gathers(nn.Module(), world, gathered, ())
+            visits.after(self._gathers.need)
         if precision.compute is not None:
             for module in (model, *blocks):
                 _cast_inputs(module, precision.compute)
@@ -116,7 +127,9 @@ class Whole(Parameters):
             return nn.Parameter(self._fp8.carrier(name), requires_grad=parameter.requires_grad)
         part = self.parts[name]
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        if self.shards > 1 or dtype != part.dtype or self.offloads:
+        if self._visits is not None:
+            part = absent(parameter.shape, dtype, self.world.device)
+        elif self.shards > 1 or dtype != part.dtype or self.offloads:
             part = torch.empty(parameter.shape, dtype=dtype, device=self.world.device)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
@@ -144,6 +157,8 @@ class Whole(Parameters):
             self.forget_grads()
             with torch.no_grad():
                 self._make_copies()
+        if self._visits is not None:
+            self._visits.begin()
         self._next = 0
         for unit in self._units:
             unit.waiting = len(unit.names)
@@ -164,10 +179,13 @@ class Whole(Parameters):
 
     def take(self, name: str, values: Tensor) -> None:
         """Writes values of this member's part, which are on the device, into the weight with which the model computes."""
-        self._mine(self._computing[name]).copy_(values)
+        weight = self._mine(self._used[name])
+        weight.copy_(values if weight.device == values.device else values.to(weight.dtype), non_blocking=True)
 
     def end_forward(self) -> None:
         self._gathers.finish()
+        if self._visits is not None:
+            self._visits.turn()
 
     def _weight(self, name: str) -> Weight:
         """Returns a weight that is gathered; fp8 travels as bytes."""
@@ -175,7 +193,7 @@ class Whole(Parameters):
             first, last = self._fp8.rows[name]
             part = self._fp8.parts[name].view(torch.uint8)[: last - first]
         else:
-            part = self._mine(self._computing[name]) if self.offloads else self.parts[name]
+            part = self._mine(self._used[name]) if self.offloads else self.parts[name]
         return Weight(self._computing[name], self._used[name], part)
 
     def _came(self, number: int) -> None:
@@ -187,6 +205,8 @@ class Whole(Parameters):
     def end_round(self) -> None:
         for unit in self._units[self._next :]:
             self._sum(unit)
+        if self._visits is not None:
+            self._visits.end(last=self.scheme.round.last)
         if self.world.device.type == "cuda" and self.world.size > 1 and self.scheme.round.last:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -200,6 +220,8 @@ class Whole(Parameters):
             flat = torch._chunk_cat([grad.detach().to(dtype) for grad in found], 0, self.shards).view(-1)
         for parameter in unit.computing:
             parameter.grad = None
+        if self._visits is not None:
+            self._visits.release(unit.computing)
         if self.world.device.type != "cuda" or self.world.size == 1:
             return self._add(unit, flat)
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -46,18 +47,33 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
     compute, stage = PRECISIONS[job.precision].compute, job.parallel.zero if zero is None else zero
     copies = compute.itemsize * elements if compute is not None else 0
     whole = copies or sum(nbytes(tensor, tensor.whole()) for tensor in parameters)
+    used = _visiting({tensor.name: math.prod(tensor.shape) for tensor in parameters}, whole) if job.offload == "weights" else whole
     units = Counter[str]()
     for tensor in tensors:
         units[tensor.name] += nbytes(tensor, tensor.whole())
     return Need(
         state=units.total(),
         gradients=4 * sums * trained + torch.bfloat16.itemsize * matrices,
-        computing=whole if job.offloads else copies,
-        gathered=whole if stage in (1, 2) else 0,
+        computing=used if job.offloads else copies,
+        gathered=used if stage in (1, 2) else 0,
         fp8=elements if PRECISIONS[job.precision].fp8 is not None and stage not in (1, 2) and not job.offloads else 0,
         deferred=stage == 1 and not job.reproducible,
         streamed=min(GROUPS * group_bytes(job) + sum(sorted(units.values())[-GROUPS:]), units.total()) if job.offloads else 0,
+        hosted=whole if job.offload == "weights" else 0,
     )
+
+
+def _visiting(sizes: Mapping[str, int], whole: int) -> int:
+    """Returns how many of ``whole`` bytes are on the device at once: what is in no block, and the two largest blocks.
+
+    The names of parameters tell the blocks: all before the first number, and that number.
+    """
+    blocks = Counter[str]()
+    for name, size in sizes.items():
+        if found := re.match(r".*?\.\d+\.", name):
+            blocks[found[0]] += size
+    away = sum(size for _, size in blocks.most_common()[2:])
+    return whole - whole * away // max(sum(sizes.values()), 1)
 
 
 def transient_of(need: Need, took: int, shards: int) -> int:

@@ -1,0 +1,33 @@
+"""Host memory that is given back and taken again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+class HostMemory:
+    """Pieces of host memory by their size.  Steps, and worlds, take the same sizes again, so after the first one nothing is allocated.
+
+    Allocating pinned memory waits for the device, where a collective may hang: see :class:`elastic.engine.world.Staging`.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self.pinned = pinned
+        self.free: dict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, size: int) -> Tensor:
+        free = self.free[size]
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+
+    def give(self, host: Tensor) -> None:
+        self.free[host.numel()].append(host)
+
+
+@cache
+def host_memory(*, pinned: bool) -> HostMemory:
+    """Returns this process's host memory for what leaves the device for a while; all worlds use the same."""
+    return HostMemory(pinned)

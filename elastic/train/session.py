@@ -30,9 +30,9 @@ from elastic.state.region import Region, frame, slot_sizes
 from elastic.state.snapshot import Snapshots
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults, Seat
+from elastic.train.machine.device import need_of
 from elastic.train.machine.interface import choose
 from elastic.train.machine.limits import little_lockable, little_shared, lockable_memory, shared_memory
-from elastic.train.machine.device import need_of
 from elastic.train.model import builder_of
 from elastic.train.step import Loss, Session
 from storage.errors import Unavailable

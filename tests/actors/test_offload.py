@@ -34,11 +34,11 @@ def open_below(folder: Path) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("medium", ["memory", "files"])
+@pytest.mark.parametrize("medium", ["memory", "files", "weights"])
 def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path, medium: str) -> None:
-    """F4, R1, R2: of two workers that share the state, one is killed after it has written its part of an update, the other in a later step.
+    """F3, F4, R1, R2: of two workers, one is killed after it has written its part of an update, the other in a later step.
 
-    Each time a newcomer takes the dead one's part, from host memory.  The survivor has only to forget the update that the dead one did not
+    They share the state.  Each time a newcomer takes the dead one's part, from host memory.  The survivor has only to forget the update that the dead one did not
     end, and reads nothing.
     """
     expected = alone(toy_job(tmp_path / "alone", name="local", steps=16))
@@ -48,6 +48,7 @@ def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path, medium: st
     with TemporaryFile(dir=disk):
         assert open_below(disk), "a file without a name would be found"
     settings = OFFLOADED | ({"offload_folder": str(disk), "offload_buffer_gb": 1e-4} if medium == "files" else {})
+    settings |= {"offload": "weights"} if medium == "weights" else {}
     settings |= {"workers": {"min": 2, "max": 2}, "checkpoint": {"save_every": 4}}
     job = toy_job(tmp_path / "killed", steps=16, faults=faults, **settings)
     chaos = trial(job)
@@ -104,8 +105,9 @@ def test_a_file_that_changed_is_no_state(tmp_path: Path, believed: bool) -> None
 
 
 @pytest.mark.full
-def test_workers_share_the_state_anew_whenever_one_comes_or_goes(tmp_path: Path, script_reference: Any) -> None:
-    """R1, R4, R14: 3→2→3→2→3→3, with a kill in an update and one in a step; at last a member raises in an update."""
+@pytest.mark.parametrize("offload", ["optimizer", "weights"])
+def test_workers_share_the_state_anew_whenever_one_comes_or_goes(tmp_path: Path, script_reference: Any, offload: str) -> None:
+    """F3, R1, R4, R14: 3→2→3→2→3→3, with a kill in an update and one in a step; at last a member raises in an update."""
     script = one_after_another("shard", 3, [("in_update", "SIGKILL", 1), ("forward", "SIGSEGV", 0), ("in_update", "exception", 1)])
-    chaos = perform(script, tmp_path, "offloaded", **OFFLOADED)
+    chaos = perform(script, tmp_path, "offloaded", **OFFLOADED | {"offload": offload})
     assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)

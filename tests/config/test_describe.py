@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 
+from elastic.branches import flat
 from elastic.config.describe import meaning_of, settings_page
 from elastic.config.sections import Part
 from elastic.config.settings import leaves
@@ -17,7 +18,6 @@ from elastic.engine.optim.base import RULES
 from elastic.engine.precision import PRECISIONS, WIRES
 from elastic.job import Job
 from elastic.plan.layout import USES
-from elastic.branches import flat
 
 pytestmark = pytest.mark.fast
 

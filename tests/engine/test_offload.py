@@ -84,7 +84,7 @@ def trained(ranks: Ranks, job: Job, layout: Layout, last: int, **how: bool) -> s
 def test_every_layout_gives_the_bits_of_state_on_the_device(
     ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, zero: int, medium: str
 ) -> None:
-    """F4: shards are uneven with 3, replicas beside shards with 2×2, embeddings tied."""
+    """F3, F4: shards are uneven with 3, replicas beside shards with 2×2, embeddings tied."""
     assert trained(ranks, MEDIA[medium](tmp_path, zero), layout, STEPS) == reference.hash
 
 
@@ -123,7 +123,7 @@ def test_whatever_the_engine_does_the_bits_are_the_same(ranks: Ranks, tmp_path: 
 
 
 def test_a_run_begins_to_offload_and_ends_it(ranks: Ranks, tmp_path: Path) -> None:
-    """Each segment begins with the checkpoint of the one before, among 2, 3, 2 and 1 workers: the trajectory is the same."""
+    """F3: each segment begins with the checkpoint of the one before, among 2, 3, 2 and 1 workers: the trajectory is the same."""
     whole = train(ranks, toy_job(tmp_path / "whole", precision="bf16"), Layout(2, 1), 4)
     moved, version = tmp_path / "moved", Version(0, 0)
     jobs = [(toy_job, 2), (offloaded, 3), (offloaded, 2), (toy_job, 1)]
@@ -171,7 +171,7 @@ def living(snapshots: Snapshots | None) -> int:
 
 @pytest.mark.parametrize("members", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_device_has_only_weights_to_compute_with_and_gradients(ranks: Ranks, tmp_path: Path, members: int) -> None:
-    """A member has 2 bytes a parameter in bf16, and 4 for each sum of gradients that is its own; after an update just the former.
+    """F3: a member has 2 bytes a parameter in bf16, and 4 for each sum of gradients that is its own; after an update just the former.
 
     The control, state on the device, has 12 bytes more for each parameter that it updates.  Losses are equal.
     """

@@ -65,7 +65,7 @@ def test_the_next_slot_has_the_results_and_the_device_a_few_groups(homes: tuple[
 @pytest.mark.parametrize("homes", ["memory"], indirect=True)
 @pytest.mark.parametrize("apart", [True, False], ids=["streams", "control"])
 def test_one_group_comes_while_another_goes(homes: tuple[Home, Home], monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
-    """The trace has copies to the device during copies from it; if both use one stream it has none."""
+    """F3: the trace has copies to the device during copies from it; if both use one stream it has none."""
     double(*homes)
     if not apart:
         monkeypatch.setattr(streaming, "stream", lambda purpose, device: torch.cuda.current_stream(device))
@@ -90,7 +90,7 @@ def test_one_group_comes_while_another_goes(homes: tuple[Home, Home], monkeypatc
     ids=str,
 )
 def test_the_bits_are_those_of_state_on_the_device(tmp_path: Path, changes: dict[str, Any], medium: str) -> None:
-    """The control: another seed gives other bits."""
+    """F3; the control: another seed gives other bits."""
     gpu, settings = Ranks(1, "cuda"), {"parallel": {"zero": 2}, **changes}
     offloaded: dict[str, Any] = {"offload": "optimizer"} | ({"offload_folder": str(tmp_path)} if medium == "files" else {})
     try:

@@ -187,7 +187,7 @@ def _copying(job: Job, state_bytes: int) -> str:
 def _hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
     """Returns a sentence about the memory of the host that weights take beside the state."""
     hosted = need_of(job, tensors).hosted
-    return [f"weights with which the model computes take {amount(hosted)} more of its node's memory for each worker"] if hosted else []
+    return [f"weights with which the model computes take {amount(hosted)} more of the node's memory for each worker"] if hosted else []
 
 
 def _initialising(job: Job, model: nn.Module) -> list[str]:

@@ -38,8 +38,8 @@ def open_below(folder: Path) -> list[str]:
 def test_a_survivor_takes_its_part_from_where_it_lies(tmp_path: Path, medium: str) -> None:
     """F3, F4, R1, R2: of two workers, one is killed after it has written its part of an update, the other in a later step.
 
-    They share the state.  Each time a newcomer takes the dead one's part, from host memory.  The survivor has only to forget the update that the dead one did not
-    end, and reads nothing.
+    They share the state.  Each time a newcomer takes the dead one's part, from host memory.  The survivor has only to forget the update
+    that the dead one did not end, and reads nothing.
     """
     expected = alone(toy_job(tmp_path / "alone", name="local", steps=16))
     faults = [{"point": "in_update", "step": 6, "world_rank": 1}, {"point": "backward", "step": 11, "world_rank": 0, "generation": 2}]

@@ -22,11 +22,17 @@ from elastic.engine.host_memory import host_memory
 from elastic.engine.optim.base import rule_of
 from elastic.engine.parallelize import sharding_table
 from elastic.engine.world import World
+from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.plan.copy_budget import slots_a_worker
 from elastic.plan.layout import Layout
+from elastic.train import session
+from elastic.train.counters import Counters
+from elastic.train.estimate import classes
+from elastic.train.faults import Faults
 from elastic.train.machine.device import need_of
-from elastic.train.model import build_model, builder_of, tensors_of
+from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.step import compute
 from tests.engine.test_gathers import Sideways
 from tests.engine.test_gathers import loss as sideways
@@ -48,7 +54,12 @@ def visiting(folder: Path | str, zero: int = 2, **changes: Any) -> Job:
 
 @pytest.mark.parametrize(
     ("layout", "zero"),
-    [(Layout(1, 1), 0), pytest.param(Layout(2, 1), 0, marks=pytest.mark.full), (Layout(1, 3), 1), (Layout(2, 2), 2)],
+    [
+        (Layout(1, 1), 0),
+        (Layout(1, 3), 1),
+        pytest.param(Layout(2, 1), 0, marks=pytest.mark.full),
+        pytest.param(Layout(2, 2), 2, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_every_layout_gives_the_bits_of_weights_on_the_device(
@@ -145,7 +156,7 @@ class Observed:
     """
 
     def __init__(self, model: nn.Module, held: Visits) -> None:
-        self.order, self.living, self._memory = list[str](), dict[str, int](), dict[StorageWeakRef, int]()
+        self.order, self.living, self._memory = list[str](), dict[str, list[int]](), dict[StorageWeakRef, int]()
         self._numbers = {group.host.data_ptr(): number for number, group in enumerate(held._groups)}
         for number, name in enumerate(sharding_table(model).blocks, 1):
             inner = next(module for module in model.get_submodule(name).modules() if isinstance(module, nn.Linear))
@@ -163,7 +174,7 @@ class Observed:
 
     def note(self, what: str) -> None:
         self.order.append(what)
-        self.living[what] = self.there()
+        self.living.setdefault(what, []).append(self.there())
 
     def there(self) -> int:
         return sum(size for memory, size in self._memory.items() if not memory.expired())
@@ -182,7 +193,7 @@ def observed(me: Member) -> Iterator[Observed]:
         yield found
 
 
-def seen(world: World, job: Job, broken: str) -> tuple[list[str], dict[str, int], list[int], list[int]]:
+def seen(world: World, job: Job, broken: str) -> tuple[list[str], dict[str, list[int]], list[int], list[int]]:
     """Runs a step of one round.  Returns the order of events, the bytes of weights on the device at each, those between the passes and
     after the update, and the bytes of each group.
 
@@ -203,13 +214,16 @@ def seen(world: World, job: Job, broken: str) -> tuple[list[str], dict[str, int]
             after = found.there()
         assert isinstance(me.state.parameters, Whole) and me.state.parameters._visits is not None
         sizes = [group.bytes for group in me.state.parameters._visits._groups]
-        return found.order, found.living, [found.living["forward ends"], after], sizes
+        return found.order, found.living, [*found.living["forward ends"], after], sizes
 
 
 ONE_ROUND: dict[str, Any] = {"global_batch": 4, "microbatch": 4, "model_args": LARGE}
 
 
-@pytest.mark.parametrize(("members", "recompute"), [(1, "none"), pytest.param(1, "block", marks=pytest.mark.full), (2, "none")])
+@pytest.mark.parametrize(
+    ("members", "recompute"),
+    [(1, "none"), (2, "none"), *(pytest.param(1, policy, marks=pytest.mark.full) for policy in ("block", "sqrt", "selective"))],
+)
 def test_c6_weights_are_on_the_device_only_while_their_block_runs(ranks: Ranks, tmp_path: Path, members: int, recompute: str) -> None:
     """C6, F3: the rest and two blocks, of which one is on its way; only the rest between the passes, and nothing after the update.
 
@@ -221,8 +235,9 @@ def test_c6_weights_are_on_the_device_only_while_their_block_runs(ranks: Ranks, 
     assert sizes[1:] == [block] * LAYERS and block > 4 * LARGE["dim"] ** 2 * 4
     assert between == [rest, 0]
     for number in range(1, LAYERS + 1):
-        assert at[f"block {number}"] == rest + block * (2 if number < LAYERS else 1)
-        assert at[f"back {number}"] <= rest + 2 * block
+        assert at[f"block {number}"][0] == rest + block * (2 if number < LAYERS else 1)
+        assert (len(at[f"block {number}"]) > 1) == (recompute != "none") and at[f"back {number}"]
+    assert max(size for found in at.values() for size in found) <= rest + 2 * block
     if recompute == "none":
         assert ranks.run(Layout(1, members), seen, job, "kept")[0][2][0] == rest + LAYERS * block
 
@@ -379,6 +394,48 @@ def test_gradients_are_those_of_plain_torch_where_no_block_is_called() -> None:
         model, held, _ = visitor(plain)
         held.begin()
         assert sideways(model, batch)[0].isnan()
+
+
+def held_by(world: World, job: Job) -> dict[str, int]:
+    """Returns the bytes of each class that a member holds after a step."""
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        me.step()
+        assert me.session.meter.held is not None
+        return me.session.meter.held
+
+
+def test_the_log_and_the_estimate_say_that_weights_are_on_the_host(ranks: Ranks, tmp_path: Path) -> None:
+    """C6: both have the same bytes in each class; only gradients and buffers are on the device."""
+    job = visiting(tmp_path, precision="bf16", model_args=LARGE)
+    tensors = tensors_of(build_model(job, builder_of(job)), rule_of(job))
+    found, expected = ranks.run(Layout(1, 2), held_by, job)[0], classes(job, tensors, 2)
+    assert found == pytest.approx(expected, rel=0.01)
+    assert {name for name, size in found.items() if size and not name.endswith("in host memory")} <= {"gradients", "buffers"}
+    assert found["computing copies in host memory"] > 0 < found["gradients"]
+
+
+@pytest.mark.fast
+def test_weights_on_the_host_need_room_beside_the_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is refused where slots fit alone; the control offloads the optimizer's state alone, and is not."""
+    changes: dict[str, Any] = {"precision": "bf16", "copies": {"buddy_every": 0}, "workers": {"min": 1, "max": 1}}
+    tensors = tensors_of(build_model(visiting(tmp_path), builder_of(visiting(tmp_path))), rule_of(visiting(tmp_path)))
+    room = slots_a_worker(1, 0, offload=True) * bytes_of(tensors) + bytes_of(tensors) // 100
+    monkeypatch.setattr(session, "free_memory", lambda: (room, "the node"))
+    monkeypatch.setattr(session, "copies_here", lambda: (0, 0))
+
+    def start(job: Job) -> None:
+        session.make_snapshots(job, tensors, torch.device("cpu"), Counters(tmp_path / job.offload, create=True), Faults(()))
+
+    start(toy_job(tmp_path, offload="optimizer", parallel={"zero": 0}, **changes))
+    with pytest.raises(JobError, match=r"the node, less \d+ kB for weights with which the model computes, leaves only"):
+        start(visiting(tmp_path, 0, **changes))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("changes", [{"parallel": {"zero": 3}}, {"copies": {"copy_every": 2}}], ids=str)
+def test_what_cannot_work_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(JobError, match=r"with offload = 'weights': "):
+        visiting("/nowhere", **changes)
 
 
 @pytest.mark.fast

@@ -107,6 +107,7 @@ FP8 = {"vocab": 32, "dim": 32, "layers": 3, "heads": 2}
         pytest.param({"precision": "fp16"}, marks=pytest.mark.full),
         pytest.param({"optim": {"lr": 1e-2, "kind": "muon"}}, marks=pytest.mark.full),
         pytest.param({"model": "tests.support.toys:own", "model_args": {}}, marks=pytest.mark.full),
+        pytest.param({"model": "tests.support.toys:batch_normed", "model_args": {}}, marks=pytest.mark.full),
         pytest.param({"reproducible": False}, marks=pytest.mark.full),
         pytest.param({"compile": True, "recompute": "none"}, marks=pytest.mark.full),
         pytest.param({"compile": True, "recompute": "block", "precision": "bf16"}, marks=pytest.mark.full),

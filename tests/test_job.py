@@ -477,21 +477,6 @@ def test_rules_are_the_jobs() -> None:
     assert (rules.layout.dp_shard, rules.layout.min_shard, rules.layout.use) == (None, 2, "all")
 
 
-@pytest.mark.parametrize("ramp", [(), (12, 12), (6, 18)])
-@pytest.mark.parametrize("workers", [1, 2, 5, 40])
-@pytest.mark.parametrize("batch", [24, 60, 96])
-def test_microbatches_of_auto_divide_every_step_and_are_four_for_each_worker(batch: int, workers: int, ramp: tuple[int, ...]) -> None:
-    """The judge walks through the steps.  The control: one worker more may have no such microbatch as large."""
-    growth = dict(zip(("start", "increment"), ramp, strict=False)) | ({"samples": 500} if ramp else {})
-    found = job(global_batch=batch, microbatch="auto", workers=Workers(max=workers), batch_ramp=growth)
-    steps = {found.batches().of(step) for step in range(1, 200)}
-    judged = [size for size in range(1, batch + 1) if not any(step % size for step in steps) and batch >= 4 * workers * size]
-    assert found.microbatch_sizes() == (judged or [1])
-    larger = job(global_batch=batch, microbatch="auto", workers=Workers(max=batch // (4 * found.microbatch_sizes()[-1]) + 1))
-    assert found.microbatch_sizes()[-1] == 1 or found.microbatch_sizes()[-1] not in larger.microbatch_sizes()
-    assert found.warnings() == []
-
-
 def test_microbatches_and_the_warning_about_too_few() -> None:
     few = job(global_batch=30, microbatch=2, workers=Workers(max=4))
     assert few.microbatches == 15

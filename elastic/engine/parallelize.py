@@ -64,9 +64,7 @@ def parallelize(
         apply_groups(blueprint, table)
     apply_activations(blueprint, table, job.activations)
     if world.layout.dp_shard == 1 or job.parallel.zero in (1, 2):
-        parameters = Whole(
-            blueprint, world, table, precision, scheme, offloads=job.offloads, bucket=job.parallel.elements, visits=visits
-        )
+        parameters = Whole(blueprint, world, table, precision, scheme, offloads=job.offloads, bucket=job.parallel.elements, visits=visits)
         for module in blueprint.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 module._buffers[name] = torch.empty_like(buffer, device=world.device)

@@ -84,7 +84,7 @@ def test_l1_each_sample_counts_once(ranks: Ranks, tmp_path: Path, samples: int) 
         {"recompute": "block", "activations": "offload"},
         {"reproducible": False, "parallel": {"zero": 1}, "precision": "bf16"},
         {"model": "tests.support.toys:batch_normed", "model_args": {}},
-        {"offload": "optimizer", "parallel": {"zero": 2}},
+        {"offload": "weights", "parallel": {"zero": 2}},
         pytest.param({"compile": True, "precision": "bf16"}, marks=pytest.mark.full),
     ],
     ids=str,

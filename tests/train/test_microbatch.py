@@ -13,6 +13,7 @@ import torch
 
 from actors.cli import main
 from actors.launch import launch
+from elastic.config.sections import Workers
 from elastic.engine.loss import next_token
 from elastic.errors import JobError
 from elastic.job import Job
@@ -180,3 +181,18 @@ def test_the_estimate_says_what_auto_takes(said: Any) -> None:
     assert "microbatch = auto: not known before the memory of devices is; name that" in line and "the state takes" in line
     line = said("--workers.device-gb", "0.0001", **few, global_batch=8)
     assert "microbatch = auto: not known: microbatch = 'auto': even with 1 sample" in line and "it does not fit" in line
+
+
+@pytest.mark.parametrize("ramp", [(), (12, 12), (6, 18)])
+@pytest.mark.parametrize("workers", [1, 2, 5, 40])
+@pytest.mark.parametrize("batch", [24, 60, 96])
+def test_microbatches_of_auto_divide_every_step_and_are_four_for_each_worker(batch: int, workers: int, ramp: tuple[int, ...]) -> None:
+    """The judge walks through the steps.  The control: one worker more may have no such microbatch as large."""
+    growth = dict(zip(("start", "increment"), ramp, strict=False)) | ({"samples": 500} if ramp else {})
+    found = Job(name="cut", bucket="/bucket", global_batch=batch, microbatch="auto", workers=Workers(max=workers), batch_ramp=growth)
+    steps = {found.batches().of(step) for step in range(1, 200)}
+    judged = [size for size in range(1, batch + 1) if not any(step % size for step in steps) and batch >= 4 * workers * size]
+    assert found.microbatch_sizes() == (judged or [1])
+    larger = found.replace(batch_ramp={}, workers=Workers(max=batch // (4 * found.microbatch_sizes()[-1]) + 1))
+    assert found.microbatch_sizes()[-1] == 1 or found.microbatch_sizes()[-1] not in larger.microbatch_sizes()
+    assert found.warnings() == []

@@ -3,8 +3,8 @@
 The model computes with copies in the dtype of the precision policy, which are made once a step; weights of layers that multiply in fp8 are
 copied and gathered in fp8, unless the state is offloaded.  What a member holds and updates is its part: all of a parameter, or, where
 ``dp_shard`` cuts the state, some of its rows.  Then the copies are gathered from the parts, those of a block while the blocks before it run
-(``gathers.py``).  That is stage 2 of ZeRO, and with ``deferred`` sums stage 1 (Rajbhandari and others 2020, section 5).  Where the copies live
-on the host, they are gathered there, and visit the device (``visits.py``).
+(``gathers.py``).  That is stage 2 of ZeRO, and with ``deferred`` sums stage 1 (Rajbhandari and others 2020, section 5).  Where the copies
+live on the host, they are gathered there, and visit the device (``visits.py``).
 
 When the gradients of a unit (a bucket of blocks, or the rest of the model) are complete in a backward pass, they are put together and
 summed, while the backward pass goes on.  Units are summed in a fixed order, so that all members call their collectives in the same one even

@@ -74,7 +74,7 @@ class Whole(Parameters):
         """
         self.world, self.scheme, self.shards, self.offloads = world, scheme, world.layout.dp_shard, offloads
         self._visits = visits
-        self.fetch: Callable[[str], Tensor] = lambda name: self.parts[name]
+        self.fetch: Callable[[str], Tensor] | None = None
         """It returns a parameter's part on the device; whoever owns memory of the host sets it."""
         self._fresh = False
         """True if the model's weights are those of the parts; it matters only where the parts are in host memory."""
@@ -167,6 +167,7 @@ class Whole(Parameters):
     def _make_copies(self) -> None:
         """Writes the present values into the parameters with which the model computes, or begins to gather them there."""
         if self.offloads and not self._fresh:
+            assert self.fetch is not None, "the owner of the parts' memory has set it"
             for name in self.parts:
                 self.take(name, self.fetch(name))
             self._fresh = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -59,12 +60,17 @@ def real(job: Job) -> nn.Module:
 def allocated(job: Job) -> int:
     """Returns what torch's profiler counts in a real forward pass: bytes that it allocated less those that it freed.
 
-    The first pass of a process compiles, and fills caches.
+    The first pass of a process compiles, and fills caches.  What earlier tests have left in cycles must not be freed meanwhile.
     """
     model, batch = real(job), batch_of()
     next_token(model, batch)[0].backward()
-    with profile(profile_memory=True) as seen:
-        loss, _ = next_token(model, batch)
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(profile_memory=True) as seen:
+            loss, _ = next_token(model, batch)
+    finally:
+        gc.enable()
     assert loss.requires_grad
     return sum(event.self_cpu_memory_usage for event in seen.key_averages())
 

@@ -60,6 +60,8 @@ OURS: dict[str, dict[str, Any]] = {
     "fp8": {"precision": "fp8"},
     "free-fp8-rowwise": {"reproducible": False, "precision": "fp8-rowwise"},
     "fp8-rowwise": {"precision": "fp8-rowwise"},
+    "free-offload": {"reproducible": False, "offload": "optimizer", "parallel": {"zero": 2}},
+    "free-offload-weights": {"reproducible": False, "offload": "weights", "parallel": {"zero": 2}},
     "bare": {"reproducible": False, "copies": {"copy_every": 0, "buddy_every": 0}},
 }
 Row = dict[str, Any]

@@ -134,6 +134,10 @@ def _add_data(commands: Any) -> None:
     prepare.add_argument(
         "--end-of-document", metavar="TOKEN", help="token at the end of a document (default: the tokenizer's own, such as </s>)"
     )
+    prepare.add_argument(
+        "--held-out", metavar="PART", type=float, default=0.0, help="part of the documents for validation, such as 0.01, in held-out/"
+    )
+    prepare.add_argument("--unique", action="store_true", help="leave out documents whose text came before")
     prepare.set_defaults(perform=_prepare)
     show = commands.add_parser("show", help="tell what a dataset is")
     show.add_argument("dataset", help="a folder or URL")
@@ -378,6 +382,8 @@ def _prepare(known: Namespace) -> int:
         tokenizer=known.tokenizer,
         bpe=known.train_bpe,
         end_of_document=known.end_of_document,
+        held_out=known.held_out,
+        unique=known.unique,
     )
     say(str(summary))
     return 0

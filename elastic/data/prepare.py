@@ -1,6 +1,7 @@
 """Makes a token dataset from text: every document of the sources in order, each followed by an end-of-document token.
 
-The same text, prepared with the same options, always gives the same bytes.
+The same text, prepared with the same options, always gives the same bytes.  Documents may be held out for validation.  The digest of its
+text says whether a document is one of them, so equal documents are on one side, whatever else there is, and stay there when text is added.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from pathlib import Path
 from elastic.data.sources import SUFFIXES, Document, documents, text_files
 from elastic.data.tokenizer import Bytes, Encoder, Trained, read_definition, train_bpe
 from elastic.errors import DataError
-from storage.datasets import write_dataset
+from storage.datasets import Description, write_dataset
+from storage.documents import digest_of
 from storage.errors import Exists
 from storage.objects import ObjectStore
+
+HELD_OUT = "held-out"
+"""Folder of the documents that are held out, below that of the others."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,19 @@ class Summary:
     files: int
     vocabulary: int
     fingerprint: str
+    held_out: Summary | None = None
+    """The dataset of the documents that are held out, if there is one."""
+
+    @classmethod
+    def of(cls, store: ObjectStore, made: Description, held_out: Summary | None = None) -> Summary:
+        return cls(store.url, made.documents, made.tokens, len(made.files), made.vocabulary, made.fingerprint, held_out)
 
     def __str__(self) -> str:
-        return (
+        said = (
             f"{self.documents:,} documents, {self.tokens:,} tokens in {self.files} {'file' if self.files == 1 else 'files'}, "
             f"vocabulary {self.vocabulary:,}: {self.url} (fingerprint {self.fingerprint[:12]})"
         )
+        return said if self.held_out is None else f"{said}\nheld out: {self.held_out}"
 
 
 def prepare(
@@ -44,31 +56,49 @@ def prepare(
     tokenizer: str | Path | None = None,
     bpe: int | None = None,
     end_of_document: str | None = None,
+    held_out: float = 0.0,
+    unique: bool = False,
 ) -> Summary:
     """Writes the text in ``source`` (folders, files or URLs) as a dataset at the URL or folder ``destination``.
 
     The tokens are the bytes of the text by default.  ``tokenizer`` is the path of a tokenizer.json to use instead; ``bpe`` is the
     largest number of entries of a BPE tokenizer to train on the text; ``end_of_document`` is the token that ends documents, if one of these
-    is used.  Preparing the same text again changes nothing and is no error.
+    is used.  About the part ``held_out`` of the documents goes to a dataset of its own, in a folder below.  ``unique`` leaves out
+    documents whose text came before.  Preparing the same text again changes nothing and is no error.
 
     Raises :class:`DataError` if there is no text, if some of it cannot be read, or if another dataset is there already; then nothing
-    new is left behind.
+    new is left behind, but perhaps what was held out.
     """
+    if not 0 <= held_out < 1:
+        raise DataError(f"--held-out {held_out:g} must be a part of the documents: at least 0, and less than 1")
     sources = [source] if isinstance(source, str | Path) else list(source)
     files = text_files(sources, suffixes)
 
-    def texts() -> Iterator[Document]:
-        return documents(files, text_field)
+    def texts(out: bool = False) -> Iterator[Document]:
+        seen = set[bytes]()
+        for document in documents(files, text_field):
+            digest = bytes.fromhex(digest_of(document.text))[:16] if held_out or unique else b""
+            if unique and digest in seen:
+                continue
+            if unique:
+                seen.add(digest)
+            if (int.from_bytes(digest[:8], "big") < held_out * 2**64) is out:
+                yield document
 
-    if not any(document.text for document in texts()):
-        raise DataError(_nothing(sources, suffixes, len(files)))
+    for out in (False, True)[: 2 if held_out else 1]:
+        if not any(document.text for document in texts(out)):
+            raise DataError(_nothing(sources, suffixes, len(files)) if not held_out else _one_sided(held_out, out))
     encoder = _encoder(texts, tokenizer, bpe, end_of_document)
     store = ObjectStore.open(destination)
+    aside = _written(ObjectStore.open(f"{store.url}/{HELD_OUT}"), encoder, texts(out=True)) if held_out else None
+    return _written(store, encoder, texts(), aside)
+
+
+def _written(store: ObjectStore, encoder: Encoder, texts: Iterator[Document], held_out: Summary | None = None) -> Summary:
     try:
-        made = write_dataset(store, encoder.encode(texts()), encoder.coding)
+        return Summary.of(store, write_dataset(store, encoder.encode(texts), encoder.coding), held_out)
     except Exists:
         raise DataError(f"{store.url} holds another dataset already; give another destination, or delete it first") from None
-    return Summary(store.url, made.documents, made.tokens, len(made.files), made.vocabulary, made.fingerprint)
 
 
 def _encoder(texts: Callable[[], Iterator[Document]], tokenizer: str | Path | None, bpe: int | None, end: str | None) -> Encoder:
@@ -84,3 +114,8 @@ def _nothing(sources: Sequence[str | Path], suffixes: Sequence[str], files: int)
     if files:
         return f"the {files} text {'file' if files == 1 else 'files'} in {shown} {'is' if files == 1 else 'are all'} empty"
     return f"{shown}: no such file, nor a folder with one whose name ends in {' or '.join(suffixes)}; give another source, or --suffix"
+
+
+def _one_sided(held_out: float, out: bool) -> str:
+    side = "would be held out" if out else "would be left to train on"
+    return f"--held-out {held_out:g}: no document {side}; give another part, or more documents (a file is one, and so is a line of JSON)"

@@ -89,7 +89,7 @@ def documents(files: Iterable[TextFile], text_field: str = "text") -> Iterator[D
             elif stem.endswith(".jsonl"):
                 yield from _lines(file, text_field)
             else:
-                yield Document(file.key, _open(file).read())
+                yield Document(file.key, _checked(_open(file).read(), file))
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{file.place} cannot be read: {error}") from error
 
@@ -125,6 +125,18 @@ def _rows(file: TextFile, field: str) -> Iterator[Document]:
             except UnicodeDecodeError as error:
                 raise DataError(f"{place} {field!r} is not UTF-8: {error}; convert the text to UTF-8") from None
             yield Document(f"{file.key}:{number}", _utf8(text, place, field))
+
+
+def _checked(text: bytes, file: TextFile) -> bytes:
+    """Returns ``text``.  Raises :class:`DataError` unless it is UTF-8."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        line = text.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{file.place}, line {line}: byte {text[error.start]:#04x} is not UTF-8; convert the file to UTF-8, or leave it out"
+        ) from None
+    return text
 
 
 def _utf8(text: object, place: str, field: str) -> bytes:

@@ -79,7 +79,7 @@ class Trained:
     def encode(self, documents: Iterable[Document]) -> Iterator[tuple[str, Tokens]]:
         dtype, end = self.coding.dtype, self.coding.end_of_document
         for batch in _batches(documents):
-            texts = [text_of(document) for document in batch]
+            texts = [document.text.decode() for document in batch]
             for document, encoded in zip(batch, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
                 yield document.name, np.array([*encoded.ids, end], dtype)
 
@@ -110,7 +110,7 @@ def train_bpe(documents: Iterable[Document], vocabulary: int) -> bytes:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator((text_of(document) for document in documents), trainer)
+    tokenizer.train_from_iterator((document.text.decode() for document in documents), trainer)
     return str(tokenizer.to_str(pretty=True)).encode()
 
 
@@ -120,15 +120,6 @@ def read_definition(path: str | Path) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"--tokenizer {str(path)!r} cannot be read: {error.strerror}; give a tokenizer.json file") from None
-
-
-def text_of(document: Document) -> str:
-    """Returns the text of ``document``.  Raises :class:`DataError` if it is not UTF-8, which only the byte tokenizer accepts."""
-    try:
-        return document.text.decode()
-    except UnicodeDecodeError as error:
-        line = document.text.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{document.name}, line {line}: byte {error.start} is not UTF-8; convert the file, or use no tokenizer") from None
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -286,3 +286,57 @@ def test_samples_are_windows_that_share_one_token(folder: Path, store: ObjectSto
     for beyond in (-1, len(dataset)):
         with pytest.raises(IndexError, match=rf"sample {beyond} of a dataset of {len(dataset)}"):
             dataset.read((beyond,))
+
+
+# ---- held out, and once
+
+
+def texts_of(store: ObjectStore) -> list[bytes]:
+    """Returns the documents of a dataset of bytes, read back."""
+    files = TokenFiles(store)
+    row = files.read(0, files.description.tokens)
+    index = pq.read_table(io.BytesIO(store.get(DOCUMENTS))).to_pylist()
+    return [bytes(row[each["first"] : each["first"] + each["length"] - 1].astype(np.uint8)) for each in index]
+
+
+def test_a14_held_out_documents_are_never_trained_on(tmp_path: Path) -> None:
+    """A14: the two datasets share no document, and have all of them together; equal ones are on one side, which more text does not change.
+
+    The control: without the option all are trained on.
+    """
+    texts = [f"text {number % 150}" for number in range(200)]
+    put(tmp_path / "a.jsonl", jsonl(*({"text": text} for text in texts)))
+    summary = prepare(tmp_path / "a.jsonl", str(tmp_path / "out"), held_out=0.2)
+    trained, held_out = (texts_of(ObjectStore.open(str(tmp_path / place))) for place in ("out", "out/held-out"))
+    assert not set(trained) & set(held_out) and sorted([*trained, *held_out]) == sorted(text.encode() for text in texts)
+    assert 10 < len(set(held_out)) < 55 and summary.held_out is not None and summary.held_out.documents == len(held_out)
+    assert "held out: " in str(summary)
+    put(tmp_path / "b.jsonl", jsonl(*({"text": f"more {number}"} for number in range(50)), *({"text": text} for text in texts)))
+    prepare(tmp_path / "b.jsonl", str(tmp_path / "more"), held_out=0.2)
+    assert set(held_out) <= set(texts_of(ObjectStore.open(str(tmp_path / "more/held-out"))))
+    assert prepare(tmp_path / "a.jsonl", str(tmp_path / "out"), held_out=0.2) == summary, "the same again is no error"
+    prepare(tmp_path / "a.jsonl", str(tmp_path / "all"))
+    assert set(texts_of(ObjectStore.open(str(tmp_path / "all")))) & set(held_out)
+
+
+def test_documents_that_came_before_are_left_out(tmp_path: Path) -> None:
+    put(tmp_path / "a.jsonl", jsonl(*({"text": text} for text in ("one", "two", "one", "three", "two"))))
+    prepare(tmp_path / "a.jsonl", str(tmp_path / "out"), unique=True)
+    assert texts_of(ObjectStore.open(str(tmp_path / "out"))) == [b"one", b"two", b"three"]
+    prepare(tmp_path / "a.jsonl", str(tmp_path / "all"))
+    assert len(texts_of(ObjectStore.open(str(tmp_path / "all")))) == 5
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (1.0, "--held-out 1 must be a part of the documents: at least 0, and less than 1"),
+        (-0.1, "--held-out -0.1 must be a part"),
+        (1e-9, "--held-out 1e-09: no document would be held out; give another part, or more documents"),
+    ],
+)
+def test_a_part_that_cannot_be_held_out_is_refused(tmp_path: Path, part: float, says: str) -> None:
+    put(tmp_path / "a.jsonl", jsonl({"text": "one"}, {"text": "two"}))
+    with pytest.raises(DataError, match=f"^{says}"):
+        prepare(tmp_path / "a.jsonl", str(tmp_path / "out"), held_out=part)
+    assert not (tmp_path / "out").exists()

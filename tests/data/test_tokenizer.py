@@ -183,15 +183,15 @@ def test_show_reads_back_bytes(tmp_path: Path) -> None:
 # ---- refused
 
 
-@pytest.mark.parametrize("how", ["bpe", "tokenizer"])
+@pytest.mark.parametrize("how", ["bytes", "bpe", "tokenizer"])
 def test_text_that_is_not_utf8_is_named_and_nothing_is_left(tmp_path: Path, how: str) -> None:
     write_texts(tmp_path / "text", {"a.txt": "good " * 99})
     (tmp_path / "text" / "b.txt").write_bytes(b"one\ntwo \xff")
-    given: dict[str, object] = {"bpe": 300} if how == "bpe" else {"tokenizer": written(words("</s>"), tmp_path / "t.json")}
-    with pytest.raises(DataError, match=r"b\.txt, line 2: byte 8 is not UTF-8; convert the file, or use no tokenizer"):
+    tokenizer = written(words("</s>"), tmp_path / "t.json")
+    given: dict[str, object] = {"bytes": {}, "bpe": {"bpe": 300}, "tokenizer": {"tokenizer": tokenizer}}[how]  # type: ignore[assignment]
+    with pytest.raises(DataError, match=r"b\.txt, line 2: byte 0xff is not UTF-8; convert the file to UTF-8, or leave it out"):
         prepare(tmp_path / "text", str(tmp_path / "out"), **given)  # type: ignore[arg-type]
     assert ObjectStore.open(str(tmp_path / "out")).list() == []
-    assert prepare(tmp_path / "text", str(tmp_path / "out")).documents == 2, "as bytes, any file will do"
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ def _parser() -> Parser:
     _add_faults(commands)
     estimate = _takes_job(commands, "estimate", _estimate, "tell how much memory a job takes, before anything runs", optional=True)
     estimate.add_argument("--params", type=float, help="only tell what so many parameters take, say 7e9")
+    evaluate = _takes_job(commands, "evaluate", _evaluate, "measure the loss of a checkpoint on held-out samples, in this process")
+    evaluate.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
     data = commands.add_parser("data", help="prepare datasets and look at them")
     _add_data(data.add_subparsers(metavar="command", required=True))
     checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run")
@@ -257,6 +259,16 @@ def _sized(job: Job) -> Job:
                 job, why = one, f"not known: {error}; all below is for 1"
         say(f"microbatch = {job.microbatch if job is not one else 'auto'}: {why}")
     return job if job.global_batch != "all" else job.replace(global_batch=job.microbatch_size)  # memory does not depend on it
+
+
+def _evaluate(known: Namespace) -> int:
+    from elastic.protocol.commit_record import told_of
+    from elastic.train.local import evaluate_here
+
+    sys.path.insert(0, str(Path.cwd()))
+    version, found = evaluate_here(_job(known), known.step)
+    say(told_of(version.step, found))
+    return 0
 
 
 def _workers(least: int, job: Job) -> str:

@@ -89,6 +89,32 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
             session.close()
 
 
+def evaluate_here(job: Job, step: int | None = None) -> tuple[Version, Validated]:
+    """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of ``[validation]``, in this process.
+
+    The run may live: nothing of it is changed.  Raises :class:`JobError`, and :class:`~storage.errors.Damaged` for bytes that changed.
+    """
+    device, run = prepare_process(job), Run.begun(job)
+    version = run.version_at(step)
+    asked = job.validation.model_copy(update={"every": max(job.validation.every, 1)})
+    job = run.job.replace(validation=asked, workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
+    with TemporaryDirectory() as folder:
+        session = make_session(job, Counters(Path(folder) / "counters", create=True))
+        world = World.alone(device, generation=1)
+        try:
+            plan = Plan(1, 1, Layout(), (WORKER,), version, "bucket", (), NodeId("local"))
+            state = State(job, session.builder, session.rule, world, version)
+            healing = Healing(state, plan, WORKER, session)
+            healing.finish([], run.checkpoints)
+            healing.settle()
+            fence = ApplyFence(Member(WORKER))
+            _begin(fence, plan, state.shard)
+            return version, validate(session, state, fence, version.step)
+        finally:
+            world.close()
+            session.close()
+
+
 def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] | None = None) -> ShardReceipt:
     """Writes this process's part of a save itself and returns the receipt; ``hook`` is called before each slice goes out.
 
@@ -110,6 +136,15 @@ def _raw(value: torch.Tensor) -> memoryview:
     return memoryview(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+def _begin(fence: ApplyFence, plan: Plan, shard: Shard) -> None:
+    """Brings the member to the point to which a coordinator's orders would bring it."""
+    with fence as member:
+        member.form(plan)
+        member.enter(plan)
+        member.healed(0.0, Holding(WORKER, shard.version, shard.cell), shard)
+        member.go(plan.generation)
+
+
 class _Local:
     """Trains one run in this process."""
 
@@ -125,7 +160,7 @@ class _Local:
     def train(self) -> tuple[str, str, int]:
         job = self.session.job
         state = self._healed()
-        self._begin(state.shard)
+        _begin(self.apply_fence, self.plan, state.shard)
         self.show_sentence(decay_line(state))
         step = state.shard.version.step
         shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch_size, self.plan.layout)
@@ -159,14 +194,6 @@ class _Local:
         found = validate(self.session, state, self.apply_fence, step)
         self.show_sentence(told_of(step, found))
         return found
-
-    def _begin(self, shard: Shard) -> None:
-        """Brings the member to the point to which a coordinator's orders would bring it."""
-        with self.apply_fence as member:
-            member.form(self.plan)
-            member.enter(self.plan)
-            member.healed(0.0, Holding(WORKER, shard.version, shard.cell), shard)
-            member.go(self.plan.generation)
 
     def _healed(self) -> State:
         """Returns the state of the newest readable checkpoint.  A damaged checkpoint is quarantined, and never read again."""

@@ -100,6 +100,7 @@ def _add_run_commands(commands: Any) -> None:
     clean.add_argument("--force", action="store_true", help="end a run that lives, without a save")
     logs = _takes_job(commands, "logs", _on_run, "print the last lines of each worker, and how it ended", several="workers")
     logs.add_argument("workers", nargs="*", help="the workers (default: every one that has a log)")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with what the workers that live print, until the run is over")
     story = "tell what happened in a run and why, from its journal alone"
     replay = _takes_job(commands, "replay", _replay, story, file="a job file (TOML), or a file of a journal")
     replay.add_argument("--check", action="store_true", help="decide everything again, and show where this version decides otherwise")
@@ -203,7 +204,7 @@ def _on_run(known: Namespace) -> int:
         case "clean":
             return run_commands.clean(job, known.force)
         case _:
-            return run_commands.logs(job, known.workers)
+            return run_commands.logs(job, known.workers, known.follow)
 
 
 def _estimate(known: Namespace) -> int:

@@ -76,6 +76,23 @@ def last_lines(file: BinaryIO) -> list[str]:
     return file.read().decode(errors="replace").splitlines()[-LINES:]
 
 
+def read_from(run: str, worker: str, offset: int) -> tuple[int, str] | None:
+    """Returns what a worker of this node has printed from ``offset`` on, and where that ends; None if it has no log here.
+
+    With a negative ``offset`` it begins with the last lines.
+    """
+    try:
+        with open(log_file(run, worker), "rb") as file:
+            if offset < 0:
+                text = "\n".join(last_lines(file))
+                return file.tell(), f"{text}\n" if text else ""
+            file.seek(offset)
+            new = file.read(MOST_BYTES)
+            return offset + len(new), new.decode(errors="replace")
+    except FileNotFoundError:
+        return None
+
+
 def stack_of(process: Process, log: Path, deadline_s: float, spy: str | None = None) -> str:
     """Returns the stacks of all threads of ``process``, a comment that says why there are none, or "" if they are in ``log``.
 

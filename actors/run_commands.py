@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, launch
 from actors.coordinator import View
+from actors.logs import read_from
 from actors.processes import clear, end_on_sigterm
 from actors.terminal import say, show, show_result
 from elastic.control.run import Ended, Failed, Stopped
@@ -25,6 +27,8 @@ ANSWER_S = 15.0
 """Seconds in which a coordinator must answer before it counts as one that may be dead."""
 SHOWN_WARNINGS = 6
 """Largest number of warnings about gradients that a line names."""
+FOLLOW_S = 0.5
+"""Seconds from one look at the logs of living workers to the next."""
 CLEAR_S = 30.0
 """Seconds that a node may take to end the processes of a run and remove what they left."""
 
@@ -219,18 +223,55 @@ def _tell(removed: list[str], where: str) -> None:
         say(f"nothing to remove on {where}")
 
 
-def logs(job: Job, workers: Collection[str]) -> int:
-    """Prints the logs of ``workers``, or of every worker that has one.  Returns 1 if there are none.
+def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
+    """Prints the logs of ``workers``, or of every worker that has one: those that were stored, and the last lines of workers that live.
 
-    Raises :class:`JobError` if the bucket has no such run.
+    With ``follow`` it prints what these print from now on, until the run is over.  Returns 1 if there are no logs.  Raises
+    :class:`JobError` if the bucket has no such run.
     """
-    store = Run.begun(job).store
+    store, said = Run.begun(job).store, False
     prefix = f"{job.name}/logs/"
-    keys = [key for key in store.list(prefix) if not workers or Path(key).stem in workers]
-    if not keys:
+    for key in store.list(prefix):
+        if not workers or Path(key).stem in workers:
+            print(store.get(key).decode(errors="replace"))
+            said = True
+    coordinator, ends = coordinator_of(job), dict[str, int]()
+    while coordinator is not None and (view := _view(coordinator)) is not None and not view.over:
+        for worker, (end, text) in _living(view, workers, ends).items():
+            if text:
+                head = "" if worker in ends and len(view.workers) == 1 else f"# {worker}, which lives\n"
+                print(f"{head}{text}", end="", flush=True)
+            ends[worker], said = end, True
+        if not follow:
+            break
+        time.sleep(FOLLOW_S)
+    if not said:
         of = f" of {', '.join(workers)}" if workers else ""
-        say(f"no logs{of} in {job.bucket}/{prefix} yet: a worker's log is stored when the worker ends")
-        return 1
-    for key in keys:
-        print(store.get(key).decode(errors="replace"))
-    return 0
+        say(f"no logs{of} in {job.bucket}/{prefix}, and no such worker lives on a cluster that can be reached from here")
+    return 0 if said else 1
+
+
+def _view(coordinator: Any) -> View | None:
+    """Returns what the coordinator says of the run; None if it is gone."""
+    try:
+        found: View = ray.get(coordinator.view.remote(10**9), timeout=ANSWER_S)
+    except ray.exceptions.RayActorError:
+        return None
+    return found
+
+
+def _living(view: View, workers: Collection[str], ends: Mapping[str, int]) -> dict[str, tuple[int, str]]:
+    """Returns what the living ones of ``workers``, or all, have printed since ``ends``, and where that ends, by worker."""
+    asked = {
+        worker: ray.remote(num_cpus=0)(read_from)
+        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote(view.token, worker, ends.get(worker, -1))
+        for worker, node in view.workers.items()
+        if not workers or worker in workers
+    }
+    found = {}
+    for worker, each in asked.items():
+        with contextlib.suppress(ray.exceptions.RayError):  # its node is gone, or does not answer
+            if (told := ray.get(each, timeout=ANSWER_S)) is not None:
+                found[str(worker)] = told
+    return found

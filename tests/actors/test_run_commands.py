@@ -100,7 +100,17 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     until(lambda: reached("left", 3))
     token = ray.get(coordinator.view.remote()).token
     workers = [Watched(Counters(segment(token, worker), create=False)["pid"]) for worker in ("w1", "w2")]
-    command = ["clean", str(tmp_path / "job.toml")]
+    file = str(tmp_path / "job.toml")
+    assert main(["logs", file, "w1"]) == 0
+    printed = capsys.readouterr().out
+    assert "# w1, which lives" in printed and "w1: joined" in printed and "w2: joined" not in printed, "L8: the log of a worker that lives"
+    assert main(["logs", file, "w9"]) == 1 and "no logs of w9" in capsys.readouterr().out
+    hand = interrupted_at("left", ray.get(coordinator.view.remote()).step + 3)
+    assert main(["logs", "-f", file, "w1"]) == 3, "Ctrl-C ends the command and not the run"
+    hand.join()
+    assert "w1: joined" in capsys.readouterr().out
+
+    command = ["clean", file]
     assert main(command) == 2
     refused = capsys.readouterr().out
     assert re.search(r"left lives \(Running, step \d+ of 10000\); `elastic stop` stops it with a save, --force ends", refused)

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 import torch
 
 from elastic.data.loader import Ids
-from elastic.engine.world import all_gather
+from elastic.engine.world import LEAD, TO_HOST, all_gather
 from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import Validated
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.model import State
 from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
+
+
+SLOTS = LEAD + 1
+"""Number of batches whose copies to the device may be in flight: the device is at most ``LEAD`` microbatches behind."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +79,18 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
     session.counters.at("validates")
     state.parameters.begin_round(0, last=True)
     mine = [blocks.ids(min(number * ranks + rank, len(blocks) - 1)) for number in range(rounds)]
+    world.reserve(TO_HOST, torch.empty(world.size * rounds * 2, dtype=torch.float64))
     with torch.no_grad():
         for number, batch in enumerate(loader.each(mine)):
             with fence as member:
                 member.go_on("validated")
+            for slot in range(SLOTS if number == 0 else 0):
+                for name, value in batch.items():
+                    world.reserve(f"{name} held out {slot}", value)
             session.computing = f"the validation after step {step}, samples {list(mine[number])}"
             session.faults.strike("validation", step + 1, world)
             seed_all(microbatch_seed(session.job.seed, 0, number * ranks + rank), world.device)
-            there = {name: world.to_device(f"{name} held out {number % 2}", value) for name, value in batch.items()}
+            there = {name: world.to_device(f"{name} held out {number % SLOTS}", value) for name, value in batch.items()}
             loss, count = loss_of(session, state.model, there)
             state.parameters.end_forward()
             sums.append(torch.stack([torch.as_tensor(each, device=world.device).double() for each in (loss.detach(), count)]))

@@ -78,3 +78,20 @@ def test_a13_the_norms_of_layers_have_the_same_bits(gpus: Ranks, tmp_path: Path)
     (one,) = of("one", Layout(1, 1))
     assert len(one[0]) > 3 and of("shards", Layout(1, 2)) == of("replicas", Layout(2, 1)) == [one, one]
     assert of("other", Layout(1, 1), seed=1) != [one]
+
+
+@pytest.mark.parametrize("changes", [{"compile": True}, {"compile": True, "parallel": {"zero": 3}}, {"reproducible": False}], ids=str)
+def test_l1_validations_have_the_same_bits_and_change_none(gpus: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """L1: thirty samples in microbatches of two, so that the device falls behind; nothing is compiled again for the training."""
+    held_out = {"every": 2, "samples": 61, "dataset": "tests.support.toys:Sums", "args": {"samples": 100, "seq_len": 16}}
+    settings: dict[str, Any] = {"precision": "bf16", "workers": {"gpus": 1}, "model_args": MODEL, **changes}
+    without = train(gpus, toy_job(tmp_path / "without", **settings), Layout(1, 1), STEPS)
+    found = {
+        layout: train(gpus, toy_job(tmp_path / str(layout), validation=held_out, **settings), layout, STEPS)
+        for layout in (Layout(1, 1), Layout(1, 2), Layout(2, 1))
+    }
+    told = {layout: [each.validated for each in trained.outcomes] for layout, trained in found.items()}
+    assert all(each is not None for each in (told[Layout(1, 1)][2], told[Layout(1, 2)][2]))
+    if changes.get("reproducible", True):
+        assert {each.hash for each in found.values()} == {without.hash}
+        assert told[Layout(1, 1)] == told[Layout(1, 2)] == told[Layout(2, 1)]

@@ -22,7 +22,6 @@ from elastic.train.apply_fence import ApplyFence
 from elastic.train.model import State
 from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
 
-
 SLOTS = LEAD + 1
 """Number of batches whose copies to the device may be in flight: the device is at most ``LEAD`` microbatches behind."""
 

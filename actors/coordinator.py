@@ -38,6 +38,7 @@ from elastic.job import Job
 from elastic.protocol import authority
 from elastic.protocol.authority import Audience, Authority
 from elastic.protocol.builds import Build
+from elastic.protocol.commit_record import Score
 from elastic.protocol.events import (
     Capacity,
     Event,
@@ -103,8 +104,14 @@ class View:
     """The steps from one copy in host memory to the next, and from one copy at the buddies to the next; 0 means no copies."""
     speed: str
     """The speed of the steps since this coordinator began, in words; "" before the first one."""
+    best: str = ""
+    """The best validation so far, in words."""
     warned: tuple[str, ...] = ()
     """The warnings about gradients and the loss that were said in this run: "dead layers.3"."""
+
+
+def _best(score: Score | None) -> str:
+    return "" if score is None else f"best validation {score.found.mean:.6g} after step {score.version.step}"
 
 
 @dataclass(frozen=True)
@@ -329,6 +336,7 @@ class Coordinator:
             unbuddied_since=copy_inventory.unbuddied_since(state),
             paces=copy_inventory.paces(state),
             speed=str(self.story.speed),
+            best=_best(state.history.best),
             warned=state.health.said,
         )
 

@@ -20,6 +20,7 @@ from actors import cluster
 from actors.coordinator import Coordinator, View
 from actors.signals import Requests
 from elastic.branches import flat
+from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import FINISHED, STOPPED, ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job
@@ -72,6 +73,8 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, branch:
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             cluster.check_place("bucket", job.bucket)
         job = settled(job)
+        if branch:
+            Run.begun(job)
         checked = preflight(job, local=local, branch=branch)
         for sentence in checked.notes:
             show(Sentence(time.time(), sentence))
@@ -97,8 +100,15 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, branch:
 
 def _begin_branch(job: Job, show: Show, branch: bool) -> None:
     """Begins a branch, if one is asked for and the job differs from the run's."""
-    if branch and (said := Run.look(job, branch=True).branch(time.time())):
-        show(Sentence(time.time(), said))
+    if not branch:
+        return
+    run, before = Run.look(job, branch=True), Run.find(job).job
+    if said := run.branch(time.time()):
+        version = run.newest()
+        step = 1 if version is None else version.step + 1
+        old, new = (learning_rate_of(each, step) for each in (before, run.job))
+        rates = f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}" if old != new else ""
+        show(Sentence(time.time(), f"{said}{rates}"))
 
 
 def _at_its_cluster(job: Job, show: Show) -> str:

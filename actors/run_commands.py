@@ -162,7 +162,8 @@ def _stands(view: View) -> str:
     alone = "" if view.unbuddied_since is None else f"; no copy on another node since step {view.unbuddied_since}"
     more = f" and {len(view.warned) - SHOWN_WARNINGS} more" if len(view.warned) > SHOWN_WARNINGS else ""
     warned = f"; warned of: {', '.join(view.warned[:SHOWN_WARNINGS])}{more}" if view.warned else ""
-    return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}{alone}{warned}"
+    best = f"; {view.best}" if view.best else ""
+    return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}{alone}{warned}{best}"
 
 
 def _copies(view: View) -> str:

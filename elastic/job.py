@@ -335,6 +335,7 @@ class Job(Part):
             buddy_every=self._buddies(),
             cross_zone=self.copies.cross_zone,
             reproducible=self.reproducible,
+            validates_last=self.validates(self.steps),
             spares=self.workers.spares,
             watch=WatchRule(**self.watch.model_dump(exclude={"every"})),
             **self.deadlines.model_dump(exclude={"driver_s"}),

@@ -28,6 +28,14 @@ def disagreements(job: Job) -> Iterator[str]:
             f"activations = {job.activations!r} cannot reach what recompute = {job.recompute!r} keeps; set recompute to 'none', "
             f"'attention' or 'block', or leave activations out"
         )
+    if not job.validation.every and (set_ := [name for name in ("samples", "dataset", "args") if getattr(job.validation, name)]):
+        value = getattr(job.validation, set_[0])
+        yield f"validation.{set_[0]} = {value!r} has no effect without validation.every; name a number of steps there"
+    if job.data.group_by_length and job.compile and job.reproducible:
+        yield (
+            "data.group_by_length = true with compile = true and reproducible = true: what is compiled for a length depends on which "
+            "lengths a process has seen before; leave one of the three out"
+        )
     yield from _schedule(job)
     yield from _ramp(job)
     yield from _unused(job.optim)

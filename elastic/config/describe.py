@@ -23,8 +23,9 @@ Every setting of a job: in `job.toml`, as an option after the file (`--workers.m
 
 - **free**: the run goes on.  The setting does not change the weights that the run ends with, except for the two whose rows say so:
   another number of threads or GPUs makes workers of another kind, which may add in another order.
-- **branch**: the setting changes the weights from here on.  The run does not go on with another value.  A run of another
-  name may have it, and begins at step 0.
+- **branch**: the setting changes the weights from here on.  The run goes on with another value if `elastic train --branch` asks for it,
+  except for those that say which samples a step has (`seed`, `global_batch`, `batch_ramp`, `data.sampling`).  Write the new value into the
+  job file, too.
 - **refused**: the state of the run does not fit another value, or the value says which run it is."""
 
 

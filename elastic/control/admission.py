@@ -110,7 +110,7 @@ def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:
     if event.node in run.cluster.refused:
         return run.cluster.refused[event.node].why, False
     if differs is not None:
-        return differs.sentence, differs.part == "data"
+        return differs.sentence, differs.part in ("data", "held_out")
     if rules.reproducible and run.members.kind not in ("", event.kind):
         return _of_another_kind(event.kind, run.members.kind), False
     if run.members.classes and not same_classes(event.classes, run.members.classes):

@@ -90,8 +90,9 @@ def version_of(outcome: Outcome) -> Version:
 
 def _validated(decision: Decision, version: Version, found: Validated) -> None:
     """Takes note of a validation, and says whether it is the best so far; a version that was abandoned is none."""
-    history, score = decision.run.history, Score(version, found)
-    best = history.best if history.best is not None and history.contains(history.best.version) else None
+    history, score = decision.run.history, Score(version, found, decision.run.members.reference.held_out)
+    known = history.best
+    best = known if known is not None and history.contains(known.version) and known.held_out == score.held_out else None
     is_best = not isnan(found.mean) and (best is None or isnan(best.found.mean) or found.mean < best.found.mean)
     decision.know("history", validated=score, best=score if is_best or best is None else best)
     against = "" if is_best or best is None else f"; the best is {best.found.mean:.6g} after step {best.version.step}"

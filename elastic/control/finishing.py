@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.control import edges
+from elastic.control import edges, stopping
 from elastic.control.decision import Decision
 from elastic.control.run import Finished, Finishing
 from elastic.control.saves import patient_until, refused_until, target_is_saved
@@ -12,11 +12,28 @@ def go_on(decision: Decision, state: Finishing) -> None:
     run, saved = decision.run, target_is_saved(decision.run, decision.rules)
     if saved and run.history.untold:
         edges.stop(decision, f"the last checkpoint is in the bucket; what step {run.history.untold[0]} consumed is still to be told")
+    elif saved and _is_validating(decision, state):
+        return  # the world still measures what its last step has made
     elif saved:
-        edges.end(decision, Finished(), f"finished at step {run.step}")
+        owed = decision.rules.validates_last and not _is_validated(decision)
+        lost = "; the validation after it was cut off, and `elastic evaluate` can make it" if owed else ""
+        edges.end(decision, Finished(), f"finished at step {run.step}{lost}")
     elif run.saves.find(run.version) is None:
         edges.stop(decision, "the last checkpoint cannot become complete")
     elif decision.due(patient_until(decision, state.deadline)):
         refused = f"the bucket refused the last checkpoint for {decision.rules.wait_s:g} s"
         silent = f"nothing of the last checkpoint arrived for {decision.rules.stop_s:g} s"
         edges.stop(decision, refused if refused_until(decision.rules, run.saves.pending) else silent)
+
+
+def _is_validated(decision: Decision) -> bool:
+    score = decision.run.history.validated
+    return score is not None and score.version == decision.run.version
+
+
+def _is_validating(decision: Decision, state: Finishing) -> bool:
+    """Returns whether the validation after the last step may still be told: by the world that committed the step, while it moves."""
+    run, plan = decision.run, state.plan
+    if not decision.rules.validates_last or _is_validated(decision) or run.version.generation != plan.generation:
+        return False
+    return all(member in run.workers for member in plan.members) and stopping.stands_still(decision, plan) is None

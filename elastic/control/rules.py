@@ -67,6 +67,8 @@ class Rules:
     """Least number of steps from one copy at a buddy keeper to the next; 0 means no copies there."""
     cross_zone: bool = False
     """True if buddies are in other zones; False if they are in the same one."""
+    validates_last: bool = False
+    """True if the state after the last step is validated, so that its world is left the time for that."""
     reproducible: bool = True
     """True if only workers of one kind may be members, because other kinds do not give equal bits."""
 

@@ -17,7 +17,7 @@ from elastic.control.liveness import Stall, silence, silent, stall
 from elastic.control.run import Answer, Failed, Finished, Finishing, Forming, JobFailure, Running, RunState, Stopping, Waiting
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.actions import Fence, Pause, Settle
-from elastic.protocol.events import Broken, Fenced, StopRequested
+from elastic.protocol.events import DIFFER, Broken, Fenced, StopRequested
 from elastic.protocol.plan import Plan
 
 LONGER = 1.5
@@ -40,7 +40,9 @@ def stop_requested(decision: Decision, event: StopRequested) -> None:
 def broken(decision: Decision, event: Broken) -> None:
     """Notes that a member stands still.  The member must still answer the fence, because the last commit that it saw counts."""
     state = decision.run.state
-    job_error = _note_failure(decision, event) if event.cause in ("job", "device") else ""
+    job_error = _note_failure(decision, event) if event.cause in ("job", "device", "replicas") else ""
+    if event.cause == "replicas":
+        job_error = event.detail  # whoever went on would choose one of them
     what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
     if event.cause == "device":
         membership.unfit(decision, event.worker, what)
@@ -287,7 +289,9 @@ def _next(decision: Decision, state: Stopping) -> None:
     if state.job_error:
         step = failures[-1].step
         who = names(tuple(dict.fromkeys(failure.worker for failure in failures if failure.step == step)))
-        edges.end(decision, Failed(f"job error: {failures[-1].signature} at step {step}, again on {who}", state.job_error))
+        found = f"{failures[-1].signature} at step {step}"
+        reason = f"{found}, as {who} found" if failures[-1].signature == DIFFER else f"job error: {found}, again on {who}"
+        edges.end(decision, Failed(reason, state.job_error))
     elif saves.target_is_saved(run, rules):
         edges.end(decision, Finished(), f"finished at step {run.history.saved[-1].step}")
     elif run.stop:

@@ -60,9 +60,16 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Dataset, cursor: Cursor, microbatch: int, prefetch: int = 2, clock: Callable[[], float] = time.monotonic
+        self,
+        dataset: Dataset,
+        cursor: Cursor,
+        microbatch: int,
+        prefetch: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+        named: str = "data.dataset",
     ) -> None:
-        self.dataset, self.cursor, self.microbatch, self.prefetch = dataset, cursor, microbatch, prefetch
+        """``named`` is the setting of the dataset, for errors."""
+        self.dataset, self.cursor, self.microbatch, self.prefetch, self.named = dataset, cursor, microbatch, prefetch, named
         self._clock = clock
         self._final = cursor.batches.final // microbatch
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") if prefetch else None
@@ -166,11 +173,11 @@ class Loader:
         except Unavailable:  # a store that does not answer, after all retries, is a fault of the platform and not of the job
             raise
         except Exception as error:  # the user's dataset may raise anything; without this nobody would see for which samples
-            raise DataError(f"data.dataset: samples {list(ids)} cannot be read: {type(error).__name__}: {error}") from error
-        return _checked(batch, ids)
+            raise DataError(f"{self.named}: samples {list(ids)} cannot be read: {type(error).__name__}: {error}") from error
+        return _checked(batch, ids, self.named)
 
 
-def _checked(batch: object, ids: Ids) -> Batch:
+def _checked(batch: object, ids: Ids, named: str) -> Batch:
     """Returns what ``read(ids)`` returned.  Raises :class:`DataError` unless it has a row of each tensor for each id."""
     came = None
     if not isinstance(batch, Mapping):
@@ -184,6 +191,6 @@ def _checked(batch: object, ids: Ids) -> Batch:
     if came is None:
         return batch  # type: ignore[return-value]
     raise DataError(
-        f"data.dataset: read() returned {came} for the {len(ids)} ids {list(ids)}; "
+        f"{named}: read() returned {came} for the {len(ids)} ids {list(ids)}; "
         f"it must return a dictionary of tensors of shape [{len(ids)}, ...], with one row for each id"
     )

@@ -21,6 +21,8 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     ``hidden`` is [..., dim], ``weight`` [vocab, dim] and ``targets`` int64 [...]; negative targets are masked.
     """
+    if not torch.is_grad_enabled():  # ``needs_input_grad`` does not know of it
+        hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _CrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten())
     return loss
 

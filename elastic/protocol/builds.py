@@ -25,6 +25,8 @@ class Build:
     """The top-level packages that the job names, each with the digest of its sources."""
     data: str = ""
     """The dataset's fingerprint."""
+    held_out: str = ""
+    """The fingerprint of the samples of the validation, and their number; "" without one."""
 
 
 _PARTS = {
@@ -34,6 +36,7 @@ _PARTS = {
     "ray": ("Ray is", "install the same Ray on every node"),
     "code": ("the code that the job names is", "give every node the same files: submit them with the job (--working-dir)"),
     "data": ("the data's fingerprint is", "let data.args name what every node sees as the same data"),
+    "held_out": ("the fingerprint of the held-out data is", "let validation.args name what every node sees as the same data"),
 }
 
 

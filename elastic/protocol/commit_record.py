@@ -141,6 +141,8 @@ class Score:
 
     version: Version
     found: Validated
+    held_out: str = ""
+    """The name of the held-out samples (:class:`~elastic.protocol.builds.Build`): only scores over the same are compared."""
 
 
 def told_of(step: int, found: Validated) -> str:

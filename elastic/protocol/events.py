@@ -199,6 +199,8 @@ class Progress:
     operation: str = ""
 
 
+DIFFER = "replicas of the state differ"
+"""Signature of a member that is broken because of that."""
 STOPPED = "is stopped"
 """Operation of a process that a signal has stopped."""
 INITIALISES = "initialises"
@@ -223,6 +225,7 @@ class Broken:
     cause "job":     the user's code raised an error (``signature``: exception type and user frame);
     cause "device":  its process cannot use its device, or its state in files, and is to be replaced (``signature``: the error);
     cause "damaged": ``version`` in the bucket cannot be read;
+    cause "replicas": replicas of the state differ, and nobody knows which is right, so the run ends;
     cause "copy":    a keeper's copy cannot be read (``signature``: the keeper's node);
     cause "lease":   its lease ran out.
     """

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from elastic.data.loader import Batch
 from elastic.engine.kept import kept_bytes
 from elastic.engine.optim.base import rule_of
 from elastic.job import Job
@@ -17,11 +18,13 @@ from elastic.plan.memory import first_roomy, least_shard
 from elastic.train.inventory import off_device
 from elastic.train.machine.device import least_whole, memory_of, most_shards, need_of, policies_of
 from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, tensors_of
-from elastic.train.session import loss_of, opened
+from elastic.train.session import lengths_of, loss_of, opened
 from storage.slices import Tensor
 
 Policy = str | float
 """A value of the setting ``recompute``."""
+LOOKED_AT = 65_536
+"""Number of samples among which the longest are looked for."""
 STAGES = (0, 1, 2, 3)
 """The stages of ZeRO (Rajbhandari and others 2020, section 5)."""
 SPLITS = {
@@ -117,13 +120,24 @@ def by_recompute(job: Job, tensors: Sequence[Tensor]) -> list[Tried]:
 
 def transients(job: Job, policies: Sequence[Policy]) -> dict[Policy, int]:
     """Returns the bytes that come and go with a microbatch, for each of ``policies``.  Raises as :func:`by_recompute`."""
-    batch, builder, loss = opened(job).read(tuple(range(job.microbatch_size))), builder_of(job), loss_of(job)
+    batch, builder, loss = _longest(job), builder_of(job), loss_of(job)
     jobs = {policy: job.replace(recompute=policy) for policy in ("none", *policies)}
     kept = {
         policy: kept_bytes(partial(build_model, each, builder), each, loss, batch, torch.device("cpu")) for policy, each in jobs.items()
     }
     again = max(kept["none"].blocks, default=0)
     return {policy: kept[policy].total + (again if policy != "none" else 0) for policy in policies}
+
+
+def _longest(job: Job) -> Batch:
+    """Returns a microbatch of the first samples; with ``group_by_length`` of the longest of the first ``LOOKED_AT``."""
+    dataset, size = opened(job), job.microbatch_size
+    ids = tuple(range(size))
+    if job.data.group_by_length:
+        some = tuple(range(min(len(dataset), LOOKED_AT)))
+        lengths = dict(zip(some, lengths_of(job, dataset)(some), strict=True))
+        ids = tuple(sorted(some, key=lengths.__getitem__, reverse=True)[:size])
+    return dataset.read(ids)
 
 
 def by_stage(job: Job, tensors: Sequence[Tensor], most: int) -> list[tuple[int, list[int]]]:

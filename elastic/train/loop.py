@@ -245,11 +245,14 @@ class Trainer(Controlled):
                 outcome = run_step(self.session, state, self.apply_fence, shape, step, self._asked, validated)
             if self.session.meter.first:
                 print(f"{self.worker}: generation {plan.generation}: {memory_line(self.session.meter.held)}", flush=True)
+            if world.rank == 0:
+                self.report(StepDone(self.worker, plan.generation, outcome, state.arithmetic.of(outcome)))
             if snapshots is not None:
                 snapshots.committed(outcome, state.shard)
-            last = validate(self.session, state, self.apply_fence, step) if step == job.steps and job.validates(step) else None
-            if world.rank == 0:
-                self.report(StepDone(self.worker, plan.generation, outcome, state.arithmetic.of(outcome), last))
+            if step == job.steps and job.validates(step):
+                last = validate(self.session, state, self.apply_fence, step)
+                if world.rank == 0:
+                    self.report(StepDone(self.worker, plan.generation, outcome, validated=last))
             if outcome.boundary != GO_ON:
                 self.fence(plan.generation)
                 break
@@ -274,7 +277,7 @@ class Trainer(Controlled):
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)
-        detail = f"{at}{trace}" if cause in ("job", "device") else plainly(error)
+        detail = f"{at}{trace}" if cause in ("job", "device", "replicas") else plainly(error)
         version = plan.version if cause == "damaged" else None
         step = self.session.counters["step"] + 1
         self._say(Broken(self.worker, plan.generation, step, cause, detail, signature, version))

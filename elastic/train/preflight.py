@@ -23,7 +23,7 @@ from elastic.engine.kept import reader_of_fp8
 from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.engine.precision import PRECISIONS
-from elastic.errors import JobError, ModelError
+from elastic.errors import DataError, JobError, ModelError
 from elastic.imports import failure
 from elastic.job import Job
 from elastic.models.flops import flops_of
@@ -76,7 +76,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False) -> Checked
     with TemporaryDirectory() as folder:
         session = make_session(tried, Counters(Path(folder) / "counters", create=True), prefetch=0)
         build = build_of(session)
-        unread = _check_readers(tried, session)
+        unread = [*_check_readers(tried, session), *_check_held_out(tried, session, build)]
         session.close()
     _check_vocabulary(model, session.loader.dataset)
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, sharding_table(model)):
@@ -105,6 +105,31 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False) -> Checked
         return Checked(build, [*notes, *_unused(job)])
     notes += [_copying(job, state_bytes), *_hosting(job, tensors)]
     return Checked(build, [*notes, *_forming(job, state_bytes), *_updating(job, state_bytes)])
+
+
+def _check_held_out(job: Job, session: Session, build: Build) -> list[str]:
+    """Compares a held-out batch with one that is trained on.  Returns a sentence if the samples are the same.
+
+    Raises :class:`DataError` if it has other tensors, or other shapes for which blocks would be compiled.
+    """
+    if session.held_out is None:
+        return []
+    ids = tuple(range(min(job.microbatch_size, len(session.held_out.dataset), len(session.loader.dataset))))
+    batches = (session.loader.read(ids), session.held_out.read(ids))
+    trained, held_out = ({name: (list(value.shape), value.dtype) for name, value in batch.items()} for batch in batches)
+    if trained.keys() != held_out.keys() or (job.compile and trained != held_out):
+        why = "blocks would be compiled again while the run goes on" if job.compile else "the loss gets both"
+        raise DataError(
+            f"validation.dataset: a batch has {_shapes(held_out)}, and one that is trained on has {_shapes(trained)}; make them alike, "
+            f"since {why}"
+        )
+    if build.held_out.startswith(f"{build.data}, "):
+        return ["validation.args: these are the samples that are trained on, so the loss on them says little; hold others out"]
+    return []
+
+
+def _shapes(batch: dict[str, tuple[list[int], torch.dtype]]) -> str:
+    return ", ".join(f"{name!r} {shape} of {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in sorted(batch.items()))
 
 
 def _check_readers(job: Job, session: Session) -> list[str]:

@@ -185,7 +185,7 @@ def _held_out(job: Job, loader: Loader) -> Loader | None:
             f"validation.samples = {validation.samples}: the dataset of validation.args = {validation.args} has {len(dataset)} samples; "
             f"give it more samples, or leave validation.samples out to take all"
         )
-    return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch)
+    return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch, named="validation.dataset")
 
 
 def loss_of(job: Job) -> Loss:
@@ -283,11 +283,11 @@ def lengths_of(job: Job, dataset: Dataset) -> Lengths:
     return lengths
 
 
-def _fingerprint(job: Job, dataset: Dataset) -> str:
+def _fingerprint(job: Job, dataset: Dataset, section: str = "data") -> str:
     try:
         return str(dataset.fingerprint())
     except Exception as error:  # the user's code, which may raise anything
-        raise DataError(f"{_failed(job, error)}; give it a fingerprint(): equal where the samples are, and only there") from error
+        raise DataError(f"{_failed(job, error, section)}; give it a fingerprint(): equal where the samples are, and only there") from error
 
 
 def _failed(job: Job, error: Exception, section: str = "data") -> str:
@@ -295,6 +295,14 @@ def _failed(job: Job, error: Exception, section: str = "data") -> str:
     return (
         f"{section}.dataset = {job.data.dataset!r} failed with {type(error).__name__}: {error} (in {frame.filename}, line {frame.lineno})"
     )
+
+
+def held_out_of(session: Session) -> str:
+    """Returns what tells the samples of the validation from others; "" without one."""
+    if session.held_out is None:
+        return ""
+    dataset = session.held_out.dataset
+    return f"{_fingerprint(session.job, dataset, 'validation')}, {session.job.validation.samples or len(dataset)} samples"
 
 
 def build_of(session: Session) -> Build:
@@ -307,4 +315,5 @@ def build_of(session: Session) -> Build:
         ray=version("ray"),
         code=code_digest(job.code()),
         data=_fingerprint(job, session.loader.dataset),
+        held_out=held_out_of(session),
     )

@@ -184,7 +184,7 @@ def compute(session: Session, state: State, step: int) -> Share:
         weight = 0.0 if index is None else scale
         (loss if weight == 1 else loss * weight).backward()
         state.parameters.end_round()
-        _refuse_changes(buffers, state)
+        refuse_changes(buffers, state)
         share.losses.append(loss.detach())
         share.counts.append(torch.as_tensor(count, device=world.device))
         share.samples.append(tuple(ids) if index is not None else ())
@@ -220,7 +220,8 @@ def _described(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value!r:.40}"
 
 
-def _refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:
+def refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:
+    """Raises :class:`ModelError` if a buffer is not as its mark in ``before`` says."""
     for name, mark in state.buffer_marks().items():
         if mark != before.get(name):
             raise ModelError(

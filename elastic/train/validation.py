@@ -11,6 +11,7 @@ the world breaks before, the next one stands at s again, and validates it again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -20,7 +21,7 @@ from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import Validated
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.model import State
-from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
+from elastic.train.step import Session, loss_of, microbatch_seed, refuse_changes, seed_all
 
 SLOTS = LEAD + 1
 """Number of batches whose copies to the device may be in flight: the device is at most ``LEAD`` microbatches behind."""
@@ -72,20 +73,23 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
     blocks = Blocks(session.job.validation.samples or len(loader.dataset), session.job.microbatch_size)
     ranks, rank = len(reporters(world.layout)), world.data_rank
     rounds = -(-len(blocks) // ranks)
-    sums = list[torch.Tensor]()
-    state.model.eval()
-    session.counters["collective"] = 0
-    session.counters.at("validates")
-    state.parameters.begin_round(0, last=True)
     mine = [blocks.ids(min(number * ranks + rank, len(blocks) - 1)) for number in range(rounds)]
     world.reserve(TO_HOST, torch.empty(world.size * rounds * 2, dtype=torch.float64))
+    session.counters["collective"] = 0
+    session.counters.at("reads data")
+    batches = loader.each(mine)
+    first = next(batches)
+    for slot in range(SLOTS):
+        for name, value in first.items():
+            world.reserve(f"{name} held out {slot}", value)
+    state.model.eval()
+    marks, sums = state.buffer_marks(), list[torch.Tensor]()
+    state.parameters.begin_round(0, last=True)
     with torch.no_grad():
-        for number, batch in enumerate(loader.each(mine)):
+        for number, batch in enumerate(chain([first], batches)):
             with fence as member:
                 member.go_on("validated")
-            for slot in range(SLOTS if number == 0 else 0):
-                for name, value in batch.items():
-                    world.reserve(f"{name} held out {slot}", value)
+            session.counters.at("validates")
             session.computing = f"the validation after step {step}, samples {list(mine[number])}"
             session.faults.strike("validation", step + 1, world)
             seed_all(microbatch_seed(session.job.seed, 0, number * ranks + rank), world.device)
@@ -95,7 +99,10 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
             sums.append(torch.stack([torch.as_tensor(each, device=world.device).double() for each in (loss.detach(), count)]))
             world.keep_up()
             session.counters["collective"] += 1
+            session.counters.at("reads data")
         session.computing = ""
+        refuse_changes(marks, state)
+        session.counters.at("validates")
         told = torch.cat(sums)
         gathered = told.new_empty(world.size * told.numel())
         all_gather(gathered, told)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.control import codec
+from elastic.control.run import Failed, Finished, Finishing
 from elastic.ids import Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome, Score, Validated
@@ -70,3 +71,62 @@ def test_it_comes_back_from_the_journal_and_costs_nothing_where_there_is_none() 
     step(play, 1)
     step(play, 2, 3.0)
     assert codec.fold(codec.snapshot(play.run), []) == play.run
+
+
+def last_of(play: Play, validated: Validated | None) -> None:
+    play.tell(ev.StepDone(W1, play.generation, play.commit(2), None, validated))
+
+
+@pytest.mark.parametrize("first", ["saved", "validated"])
+def test_the_end_waits_for_the_last_validation(first: str) -> None:
+    """The world that has committed the last step measures it while its checkpoint is on the way.
+
+    The control: without a validation the checkpoint alone ends the run.
+    """
+    for owes in (True, False):
+        play = stepping(1, target_step=2, validates_last=owes)
+        step(play, 1)
+        last_of(play, None)
+        if first == "validated":
+            last_of(play, Validated(6.0, 3))
+        play.save(Version(2, 1), "w1")
+        if first == "saved":
+            assert isinstance(play.run.state, Finishing) is owes
+            last_of(play, Validated(6.0, 3)) if owes else None
+        assert isinstance(play.run.state, Finished)
+        assert (play.run.history.validated == Score(Version(2, 1), Validated(6.0, 3))) is (owes or first == "validated")
+
+
+def test_the_end_does_not_wait_for_a_world_that_cannot_tell() -> None:
+    """A member is gone, so the others cannot end what they measure; it is said what is missing."""
+    play = stepping(2, target_step=2, validates_last=True)
+    step(play, 1)
+    last_of(play, None)
+    play.save(Version(2, 1), "w1", "w2")
+    assert isinstance(play.run.state, Finishing)
+    reason = play.lose("w2")
+    assert isinstance(play.run.state, Finished)
+    assert reason.endswith("finished at step 2; the validation after it was cut off, and `elastic evaluate` can make it")
+
+
+def test_other_samples_are_not_compared() -> None:
+    """The best over one set says nothing about another."""
+    play = stepping(2)
+    step(play, 1)
+    step(play, 2, 1.0)
+    members = replace(play.run.members, reference=replace(play.run.members.reference, held_out="others, 9 samples"))
+    play.run = replace(play.run, members=members)
+    assert step(play, 3, 5.0) == "validation after step 2: loss 5 over 10 terms"
+    assert play.run.history.best == Score(Version(2, 1), Validated(50.0, 10), "others, 9 samples")
+
+
+def test_replicas_that_differ_end_the_run_at_once() -> None:
+    """Nobody knows which is right, so nobody may go on from one of them.  The control: an error of the job is tried once more."""
+    for cause, ends in (("replicas", True), ("job", False)):
+        play = stepping(2)
+        play.steps(1, 3)
+        play.broken("w1", cause, "Traceback\nReplicasDiffer: different bits", ev.DIFFER if ends else "ValueError at x.py:1 in f")
+        play.answer("w2", Version(3, 1))
+        play.answer("w1", Version(3, 1))
+        assert isinstance(play.run.state, Failed) is ends
+        assert not ends or play.run.state.reason == "replicas of the state differ at step 4, as w1 found"

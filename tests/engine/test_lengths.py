@@ -22,6 +22,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.batch import Deal
 from elastic.plan.layout import Layout
+from elastic.train import estimate
 from elastic.train.preflight import preflight
 from elastic.train.session import lengths_of
 from tests.support.ranks import Ranks
@@ -179,3 +180,14 @@ def test_a_dataset_that_tells_lengths_passes(tmp_path: Path) -> None:
     job = skewed_job(tmp_path)
     preflight(job)
     assert lengths_of(job, Skewed())((1, 0)) == Skewed().lengths((1, 0))
+
+
+def test_auto_reckons_with_the_longest_samples(tmp_path: Path) -> None:
+    """The first microbatch of a step has the longest.  The control: without the setting it is that of the first samples."""
+    job = toy_job(tmp_path, microbatch=4, global_batch=16, data={"dataset": f"{__name__}:Skewed", "group_by_length": True})
+    sizes = Skewed().sizes
+    longest = estimate._longest(job)["tokens"]
+    assert (longest >= 0).sum(dim=1).tolist() == sorted(sizes, reverse=True)[:4]
+    grouped, plain = (job.replace(data=job.data.model_copy(update={"group_by_length": each})) for each in (True, False))
+    assert (estimate._longest(plain)["tokens"] >= 0).sum(dim=1).tolist() == sizes[:4] != sorted(sizes, reverse=True)[:4]
+    assert estimate.transients(grouped, ["none"])["none"] > estimate.transients(plain, ["none"])["none"]

@@ -11,14 +11,17 @@ from safetensors.torch import load_file
 
 from elastic.engine.loss import next_token
 from elastic.engine.world import World
-from elastic.errors import ElasticError
+from elastic.errors import DataError, ElasticError, JobError, ModelError
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.kernels import cross_entropy as cross_entropy_module
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
+from elastic.protocol.builds import difference
 from elastic.protocol.commit_record import Validated
 from elastic.train.counters import Counters
-from elastic.train.session import make_session
+from elastic.train.preflight import preflight
+from elastic.train.session import build_of, make_session
 from elastic.train.validation import Blocks, validate
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, member, train
@@ -137,3 +140,72 @@ def test_a_validation_that_cannot_be_is_refused(tmp_path: Path, changes: dict[st
     with pytest.raises(ElasticError) as refused:
         make_session(job, Counters(tmp_path / "counters", create=True), prefetch=0)
     assert says in str(refused.value)
+
+
+def nudged(world: World, job: Job) -> str:
+    """Validates a model that changes a buffer when it is not trained; returns the error."""
+    with member(world, job, Version(0, 0)) as me:
+        name, buffer = next(iter(me.state.model.named_buffers()))
+
+        def nudge(module: torch.nn.Module, _: Any) -> None:
+            if not module.training:
+                buffer.mul_(1.01)
+
+        me.state.model.register_forward_pre_hook(nudge)
+        with pytest.raises(ModelError) as refused:
+            validate(me.session, me.state, me.fence, 0)
+        return f"{name}: {refused.value}"
+
+
+def test_a_model_that_changes_in_a_validation_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """The control is every other test: a model that changes nothing passes."""
+    job = validating(tmp_path, model="tests.support.toys:batch_normed", model_args={})
+    (said,) = ranks.run(Layout(1, 1), nudged, job)
+    name = said.partition(":")[0]
+    assert f"changed the buffer {name!r}" in said
+
+
+def test_a_validation_computes_no_gradient_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: with gradients it does."""
+    made = list[int]()
+    genuine = cross_entropy_module._added
+    monkeypatch.setattr(cross_entropy_module, "_added", lambda *args: made.append(1) or genuine(*args))
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    with torch.no_grad():
+        alone = cross_entropy_module.cross_entropy(hidden, weight, torch.arange(6))
+    assert not made and alone == cross_entropy_module.cross_entropy(hidden, weight, torch.arange(6)) and made
+
+
+def test_members_must_hold_out_the_same_samples(tmp_path: Path) -> None:
+    """A worker that sees others is no member: worlds would disagree on how often they compute."""
+    builds = []
+    for samples in (50, 51, 50):
+        job = validating(tmp_path, validation=HELD_OUT | {"samples": 0, "args": {"samples": samples, "seq_len": 16}})
+        session = make_session(job, Counters(tmp_path / f"counters{len(builds)}", create=True), prefetch=0)
+        builds.append(build_of(session))
+        session.close()
+    found = difference(builds[1], builds[0], True)
+    assert found is not None and found.part == "held_out" and "let validation.args name what every node sees" in found.sentence
+    assert difference(builds[2], builds[0], True) is None
+
+
+def test_held_out_samples_are_compared_with_those_of_the_training(tmp_path: Path) -> None:
+    """The same samples are said; other tensors are refused before a worker starts.  The control: other samples, and nothing is said."""
+    same = validating(tmp_path / "same", validation={"every": 2, "args": toy_job("/nowhere").data.args})
+    assert any("validation.args: these are the samples that are trained on" in note for note in preflight(same, local=True).notes)
+    assert not any("validation" in note for note in preflight(validating(tmp_path / "other"), local=True).notes)
+    longer = {**HELD_OUT, "args": {"samples": 50, "seq_len": 24}}
+    with pytest.raises(DataError, match=r"^validation\.dataset: a batch has 'tokens' \[2, 25\] of int64, and one that is trained on has"):
+        preflight(validating(tmp_path / "longer", validation=longer, compile=True), local=True)
+    preflight(validating(tmp_path / "eager", validation=longer), local=True)
+    with pytest.raises(DataError, match=r"a batch has 'now' .* make them alike, since the loss gets both"):
+        preflight(validating(tmp_path / "keys", validation=HELD_OUT | {"dataset": f"{__name__}:Other"}), local=True)
+    with pytest.raises(JobError, match=r"validation\.samples = 7 has no effect without validation.every"):
+        validating(tmp_path, validation={"samples": 7})
+
+
+class Other(Sums):
+    """Samples whose tensor has another name."""
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        return {"now": super().read(ids)["tokens"]}

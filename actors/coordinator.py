@@ -108,6 +108,8 @@ class View:
     """The best validation so far, in words."""
     warned: tuple[str, ...] = ()
     """The warnings about gradients and the loss that were said in this run: "dead layers.3"."""
+    skipped: str = ""
+    """The sentence about the steps that were skipped; "" if there is none."""
 
 
 def _best(score: Score | None) -> str:
@@ -338,6 +340,7 @@ class Coordinator:
             speed=str(self.story.speed),
             best=_best(state.history.best),
             warned=state.health.said,
+            skipped=state.skips.summary,
         )
 
     # ---- the loop

@@ -75,7 +75,9 @@ class Absent:
         unless = "" if over else f", or its cluster, {owner['address']}, cannot be reached from here"
         how = "" if end is None else f"; it ended as {type(end).__name__}"
         why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""
-        return cls(f"{job.name} is not running{unless}; newest good checkpoint: {run.newest() or 'none'}{how}{why}", over, end)
+        known = run.standing(0, 0.0)
+        newest, skipped = max(known.history.saved, default="none"), f"; {known.skips.summary}" if known.skips.total else ""
+        return cls(f"{job.name} is not running{unless}; newest good checkpoint: {newest}{how}{why}{skipped}", over, end)
 
 
 def status(job: Job, once: bool) -> int:
@@ -162,8 +164,8 @@ def _stands(view: View) -> str:
     alone = "" if view.unbuddied_since is None else f"; no copy on another node since step {view.unbuddied_since}"
     more = f" and {len(view.warned) - SHOWN_WARNINGS} more" if len(view.warned) > SHOWN_WARNINGS else ""
     warned = f"; warned of: {', '.join(view.warned[:SHOWN_WARNINGS])}{more}" if view.warned else ""
-    best = f"; {view.best}" if view.best else ""
-    return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}{alone}{warned}{best}"
+    rest = "".join(f"; {each}" for each in (view.skipped, view.best) if each)
+    return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}{alone}{warned}{rest}"
 
 
 def _copies(view: View) -> str:

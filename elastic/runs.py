@@ -271,7 +271,8 @@ class Run:
             return found
         scores = {"validated": last.history.validated, "best": last.history.best}
         kept = {name: each for name, each in scores.items() if each is not None and found.history.contains(each.version)}
-        return evolve(found, history=evolve(found.history, **kept), health=last.health)  # these are of the run, whoever owns it
+        # what follows is of the run, whoever owns it
+        return evolve(found, history=evolve(found.history, **kept), health=last.health, skips=last.skips.resume(found.step))
 
     def _last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""

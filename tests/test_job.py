@@ -422,7 +422,7 @@ CLUSTER = {
     "checkpoint": Checkpoint(save_every=1),
     "copies": Copies(copy_every=1, buddy_every=9),
     "network": Network(interface="eth1"),
-    "watch": Watch(every=7, patience=2, vanishing=0.1, exploding=9, stationary=40),
+    "watch": Watch(every=7, patience=2, vanishing=0.1, exploding=9, stationary=40, max_skipped=3),
     "deadlines": Deadlines(form_s=1, fence_s=1, stall_s=1, lease_s=1, wait_s=1, stop_s=1),
     "faults": (Fault(point="save", step=1),),
     "data": Data(prefetch=7, args={"path": "/moved"}),
@@ -472,7 +472,9 @@ def test_rules_are_the_jobs() -> None:
     assert isinstance(rules, Rules)
     assert (rules.min_workers, rules.max_workers, rules.target_step, rules.save_every) == (2, 3, 9, 50)
     assert (rules.stall_s, rules.lease_s, rules.reproducible) == (7, 120, False)
-    assert job(watch={"patience": 2, "vanishing": 0.1, "exploding": 9, "stationary": 40}).rules().watch == WatchRule(2, 0.1, 9, 40)
+    assert job(watch={"patience": 2, "vanishing": 0.1, "exploding": 9, "stationary": 40, "max_skipped": 3}).rules().watch == WatchRule(
+        2, 0.1, 9, 40, 3
+    )
     assert rules.watch == WatchRule()
     assert (rules.layout.dp_shard, rules.layout.min_shard, rules.layout.use) == (None, 2, "all")
 

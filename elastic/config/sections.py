@@ -237,6 +237,10 @@ class Watch(Part):
     """Number of records, in twenties, over which the loss must fall, or else a warning says so: by the line of least squares through the
     means of twenty.  0: never.
     """
+    max_skipped: Free[Annotated[Whole, Field(ge=0)]] = 20
+    """Number of steps in a row that may be skipped, because a loss or the gradient is not finite, until the run fails.  0: any number.
+    Steps with which ``fp16`` finds the scale of its loss do not count.
+    """
 
 
 class Network(Part):

@@ -46,6 +46,9 @@ MICROBATCHES, PACKED = ("losses", "counts", "samples"), "packed"
 LAYERS = "layers"
 """The field of a commit with an entry for each layer.  It is packed, too, and left out where it is empty, as in most commits."""
 
+SELDOM = ("validated", "rescales")
+"""Fields of a commit that are left out where they say nothing."""
+
 Json = Any
 Segment = tuple[Mapping[str, Json], Sequence[Mapping[str, Json]]]
 """A snapshot, and the records after it."""
@@ -299,7 +302,7 @@ def encode(value: object, told: Told | None = None) -> Json:
     if told and isinstance(value, Plan) and told.get((value.generation,)) == value:
         return {"$": PLAN, "generation": value.generation}
     if isinstance(value, Outcome):
-        left_out = (*MICROBATCHES, LAYERS, *(("validated",) if value.validated is None else ()))
+        left_out = (*MICROBATCHES, LAYERS, *(name for name in SELDOM if not getattr(value, name)))
         rest = {name: encode(getattr(value, name), told) for name in _hints(Outcome) if name not in left_out}
         layers = {LAYERS: packed.pack_layers(value.layers)} if value.layers else {}
         return {"$": "Outcome", **rest, **layers, PACKED: packed.pack(value.losses, value.counts, value.samples)}

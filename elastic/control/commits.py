@@ -19,6 +19,7 @@ from elastic.control.decision import Decision
 from elastic.control.health import judge
 from elastic.control.liveness import stepped
 from elastic.control.run import Answer, Running, Stopping
+from elastic.control.skips import note
 from elastic.ids import Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
@@ -100,8 +101,13 @@ def _validated(decision: Decision, version: Version, found: Validated) -> None:
 
 
 def _watch(decision: Decision, outcome: Outcome) -> None:
-    """Takes note of what the commit tells of layers, and says the warnings that follow from it."""
-    health, warnings = judge(decision.run.health, outcome, decision.rules.watch)
+    """Takes note of what the commit tells of layers, and of a step that was skipped, and says the warnings that follow from it."""
+    rules = decision.rules
+    skips, said = note(decision.run.skips, outcome, rules.watch, ends=outcome.step >= rules.target_step)
+    if skips is not decision.run.skips:
+        decision.know(skips=skips, stop=decision.run.stop or (skips.failed and "too many steps in a row were skipped"))
+        decision.say(said)
+    health, warnings = judge(decision.run.health, outcome, rules.watch)
     if health is not decision.run.health:
         decision.know(health=health)
     for each in warnings:

@@ -93,6 +93,7 @@ def _take_up(decision: Decision, plan: Plan) -> None:
     proven = not lineage.contains(line, plan.version)  # by copies alone: the version is later than every commit that was reported
     decision.know(
         generation=plan.generation,
+        skips=run.skips.cut(plan.version.step),
         saves=Saves(tuple(each for each in run.saves.pending if lineage.contains(plan.lineage, each.version))),
     )
     decision.know(
@@ -193,7 +194,7 @@ def stop_unread(decision: Decision, plan: Plan) -> None:
     state = Stopping(plan, cause, False, pending, decision.now + decision.rules.fence_s, expelled=unheard)
     # The plan may have given up some saves, for example because one was damaged.
     saved = tuple(each for each in run.history.saved if lineage.contains(plan.lineage, each))
-    decision.know(generation=plan.generation, saves=Saves())
+    decision.know(generation=plan.generation, saves=Saves(), skips=run.skips.cut(plan.version.step))
     decision.know("history", lineage=plan.lineage, saved=saved, last=None)
     decision.know("members", seats=plan.members)
     decision.know("watch", lease_until=decision.now + decision.rules.lease_over_s)
@@ -216,6 +217,8 @@ def end(decision: Decision, state: Finished | Stopped | Failed, sentence: str = 
     enter(decision, state)
     decision.durable = True
     decision.say(sentence or getattr(state, "reason", ""))
+    if summary := decision.run.skips.summary:
+        decision.say(summary)
     if decision.run.workers:
         decision.do(Exit(tuple(decision.run.workers)))
     if decision.run.members.starting:
@@ -223,11 +226,14 @@ def end(decision: Decision, state: Finished | Stopped | Failed, sentence: str = 
 
 
 def end_as_asked(decision: Decision) -> None:
-    """Ends a run that was asked to stop or gave up.  The sentence says from which step it can be resumed."""
+    """Ends a run that was asked to stop, gave up, or skipped too many steps.  The sentence says from which step it can be resumed."""
     run = decision.run
     saved = run.history.saved[-1].step if run.history.saved else 0
     unsaved = f"; steps {saved + 1}–{run.step} are not saved" if run.step > saved else ""
-    if run.gave_up:
+    if run.skips.failed:
+        why = f"{run.skips.failed}; resumes from step {saved}{unsaved}"
+        end(decision, Failed(why, why))
+    elif run.gave_up:
         end(decision, Failed(run.gave_up), f"gave up ({run.gave_up}), resumes from step {saved}{unsaved}")
     else:
         end(decision, Stopped(run.stop), f"stopped ({run.stop}), resumes from step {saved}{unsaved}")

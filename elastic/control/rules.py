@@ -12,7 +12,7 @@ SLOWEST = 1.05
 
 @dataclass(frozen=True)
 class WatchRule:
-    """The limits by which the gradients of layers, and the loss, are judged (``health.py``).  A record is a commit that tells layers."""
+    """The limits by which gradients and the loss are judged (``health.py``, ``skips.py``).  A record is a commit that tells layers."""
 
     patience: int = 5
     """Number of records in a row for which a gradient must be zero, or vanish, until that is said."""
@@ -22,6 +22,8 @@ class WatchRule:
     """A gradient with a norm above this multiple of its usual norm explodes; 0 means that none does."""
     stationary: int = 200
     """Number of records over which the loss must fall, or else that is said; 0 means never."""
+    max_skipped: int = 20
+    """Number of steps skipped in a row after which the run fails; 0 means never."""
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@
              ├─ members    workers and where they sit               ├─ copies    copies of the state in host memory
              ├─ cluster    nodes and keepers                        ├─ watch     liveness (``liveness.py``)
              ├─ history    what was committed, saved and given up   ├─ takeover  what coordinators before this one left open
-             └─ saves      checkpoints on their way to the bucket   └─ health    gradients and loss (``health.py``)
+             └─ saves      checkpoints on their way to the bucket   └─ health, skips  gradients, loss (``health.py``, ``skips.py``)
 
-All values are immutable; dictionaries are replaced, and only the decision that has made one changes it.  Which state may follow which is
-in ``edges.py``.
+Values are immutable; dictionaries are replaced, and only the decision that made one changes it.  ``edges.py`` has the order of states.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from elastic.control.evolve import evolve
 from elastic.control.health import Health
 from elastic.control.liveness import Watch
+from elastic.control.skips import Skips
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
@@ -444,6 +444,7 @@ class RunState:
     gave_up: str = ""
     """The reason why the run ends as failed once it has stopped; "" if it does not."""
     health: Health = field(default_factory=Health)
+    skips: Skips = field(default_factory=Skips)
 
     @staticmethod
     def begin(

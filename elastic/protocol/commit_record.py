@@ -163,6 +163,7 @@ class Outcome:
     found that out for themselves.  ``usage`` has the largest value of any member for each field, and ``usage_ranks`` the world rank of
     that member; without ranks nothing was measured, as in the journals of older versions.  Outcomes are equal whatever
     was measured.  ``validated`` is what the state before this step has lost on held-out samples; None if it was not to be validated.
+    ``rescales`` says that the gradient is not finite and the scale of the loss becomes smaller, so that a later step may be finite.
     """
 
     step: int
@@ -182,6 +183,7 @@ class Outcome:
     usage: Usage = field(default=NO_USAGE, compare=False)
     usage_ranks: tuple[int, ...] = field(default=(), compare=False)
     validated: Validated | None = None
+    rescales: bool = False
     layers: tuple[tuple[str, float], ...] = field(default=(), compare=False)
     """The squared norm of the summed gradient of each layer, by name, in the order of the model.  It is empty in most steps (``[watch]``).
     If the step is not ``finite``, there is only the layer in which that began.  Members compute it each for itself, with the same bits if

@@ -18,6 +18,7 @@ import torch
 
 from elastic.control.health import judge
 from elastic.control.run import RunState
+from elastic.control.skips import note
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import JobError, PlatformGaveUp
@@ -85,6 +86,8 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
                 local.show_sentence("".join(traceback.format_exception(error.__cause__)))  # of the user's code
             raise
         finally:
+            if summary := local.skips.summary:
+                local.show_sentence(summary)
             world.close()
             session.close()
 
@@ -154,7 +157,7 @@ class _Local:
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
         self.apply_fence = ApplyFence(Member(WORKER))
         self.story = Story(run.job.steps)
-        self.health, self.watched = start.health, run.job.rules().watch
+        self.health, self.skips, self.watched = start.health, start.skips, run.job.rules().watch
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
     def train(self) -> tuple[str, str, int]:
@@ -171,8 +174,10 @@ class _Local:
                     outcome = run_step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON, validated)
                 step = outcome.step
                 self._committed(outcome, state.arithmetic.of(outcome))
-                if due(step, job.checkpoint.save_every, job.steps):
+                if due(step, job.checkpoint.save_every, job.steps) or self.skips.failed:
                     self._save(state)
+                if self.skips.failed:
+                    raise JobError(f"{self.skips.failed}; resumes from step {step}")
         except KeyboardInterrupt as interrupt:
             asked = str(interrupt) or "Ctrl-C"
             with self.apply_fence as member:
@@ -220,6 +225,9 @@ class _Local:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
         self.story.step(time.time(), outcome, (WORKER,), learning_rate_of(self.session.job, outcome.step), work)
         self.show(self.story.lines[-1])
+        self.skips, said = note(self.skips, outcome, self.watched, ends=outcome.step == self.session.job.steps)
+        if said:
+            self.show_sentence(said)
         self.health, warnings = judge(self.health, outcome, self.watched)
         for each in warnings:
             self.show_sentence(each)

@@ -304,6 +304,8 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
     raw = state.world.to_host(told, given_up=lambda: fence.member.barred)
     told, squares = raw.split((shape.world * shape.fields, len(raw) - shape.world * shape.fields))
     outcome = conclude(shape, step, told.numpy().astype("<f8", copy=False).tobytes(), share.validated)
+    if not outcome.finite and state.optimizer.loss_scale.shrinks:
+        outcome = replace(outcome, rescales=True)
     if len(squares):
         outcome = _with_layers(state, outcome, squares)
     session.counters["collective"] = 2

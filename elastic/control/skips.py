@@ -1,0 +1,121 @@
+"""Skipped steps: their gradient is not finite, so no member changes weights or moments, and training goes on with the next samples.
+
+Which steps were skipped is a value, :class:`Skips`, and each commit that tells of one replaces it.  So a coordinator that takes over, and a
+run that is resumed, go on where the last one was.  Steps that are given up are taken out again, and count anew when they are computed anew.
+
+fp16 finds the scale of its loss by steps that overflow.  Such a step does not count, unless a loss itself is not finite, which no scale
+changes, or the scale is already the least one (``engine/loss_scale.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from elastic.control.rules import WatchRule
+from elastic.protocol.commit_record import Outcome
+
+KEPT = 32
+"""Number of stretches of skipped steps that are kept, the newest; of those before, only the number of steps is."""
+SHOWN = 8
+"""Largest number of microbatches, of samples of one, and of stretches, that a sentence names one by one."""
+
+
+@dataclass(frozen=True)
+class Skips:
+    """The steps of the lineage that were skipped."""
+
+    stretches: tuple[tuple[int, int], ...] = ()
+    """The first and the last step of each stretch of steps in a row, oldest first."""
+    earlier: int = 0
+    """The number of steps in stretches that are not kept any more."""
+    resumed: int = 0
+    """The step at which the run was resumed last: a row of steps that ends the run begins after it."""
+    failed: str = ""
+    """The sentence about the row of steps that ends the run as failed; "" if there is none."""
+
+    @property
+    def total(self) -> int:
+        return self.earlier + sum(last - first + 1 for first, last in self.stretches)
+
+    @property
+    def summary(self) -> str:
+        """The sentence with the number of steps; "" if none was skipped."""
+        if not (total := self.total):
+            return ""
+        named = ", ".join(_steps(*each) for each in self.stretches[-SHOWN:])
+        which = f"the last of them {named}" if self.earlier or len(self.stretches) > SHOWN else named
+        return f"{_number(total)} skipped, because no finite gradient came: {which}"
+
+    def cut(self, step: int) -> Skips:
+        """Returns the skips up to ``step``; the steps after it were given up."""
+        if not self.stretches or self.stretches[-1][1] <= step:
+            return self
+        return replace(self, stretches=tuple((first, min(last, step)) for first, last in self.stretches if first <= step))
+
+    def resume(self, step: int) -> Skips:
+        """Returns the skips of a run that is resumed at ``step``: it may skip as many in a row as any other."""
+        return replace(self.cut(step), resumed=step, failed="")
+
+    def _with(self, step: int) -> Skips:
+        joined = list[tuple[int, int]]()
+        for first, last in sorted((*self.stretches, (step, step))):
+            if joined and first <= joined[-1][1] + 1:
+                joined[-1] = joined[-1][0], max(joined[-1][1], last)
+            else:
+                joined.append((first, last))
+        old = sum(last - first + 1 for first, last in joined[:-KEPT])
+        return replace(self, stretches=tuple(joined[-KEPT:]), earlier=self.earlier + old)
+
+
+def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tuple[Skips, str]:
+    """Returns what is known after ``outcome``, and the sentence about it if its step counts as skipped, else "".
+
+    With ``ends`` no step follows, so that the run cannot be failed any more.
+    """
+    strange = [index for index, loss in enumerate(outcome.losses) if not isfinite(loss)]
+    if outcome.finite or (outcome.rescales and not strange):
+        return skips, ""
+    skips = skips._with(outcome.step)
+    first, last = next(each for each in reversed(skips.stretches) if each[0] <= outcome.step <= each[1])
+    first = max(first, skips.resumed + 1)
+    said = f"step {outcome.step} is skipped and changes no weights: {_cause(outcome, strange)}"
+    row, most = last - first + 1, rule.max_skipped
+    if row > 1 and not skips.failed:
+        said += f"; these are {row} in a row" + (f", of at most {most} (watch.max_skipped)" if most else "")
+    if most and row >= most and not ends and not skips.failed:
+        skips = replace(skips, failed=_failure(first, last, most))
+    return skips, said
+
+
+def _cause(outcome: Outcome, strange: list[int]) -> str:
+    if not strange:
+        return f"every loss is finite, but the gradient is not (its norm is {outcome.norm:g})"
+    if len(strange) == len(outcome.losses) > 1:
+        whole = f"no loss of its {len(strange)} microbatches is finite"
+        return f"{whole}; that of microbatch 0 is {outcome.losses[0]:g} (samples {_listed(outcome.samples[0])})"
+    named = [f"microbatch {index} is {outcome.losses[index]:g} (samples {_listed(outcome.samples[index])})" for index in strange[:SHOWN]]
+    more = f", and {len(strange) - SHOWN} more are not finite" if len(strange) > SHOWN else ""
+    return f"the loss of {', of '.join(named)}{more}"
+
+
+def _failure(first: int, last: int, most: int) -> str:
+    good = f"the last good step is {first - 1}" if first > 1 else "no step was good"
+    return (
+        f"{_number(last - first + 1)} skipped in a row, {_steps(first, last)}, and watch.max_skipped is {most}: {good}, and no weight has "
+        f"changed since; look at the samples that the sentences about these steps name, or lower optim.lr and go on with --branch"
+    )
+
+
+def _number(steps: int) -> str:
+    return f"{steps} {'step was' if steps == 1 else 'steps were'}"
+
+
+def _steps(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def _listed(ids: Iterable[int]) -> str:
+    shown = [str(each) for each in ids]
+    return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")

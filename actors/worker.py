@@ -113,11 +113,11 @@ class Worker:
         checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
         compiled = compilers.place(self.job, build.code, kind_of(device), compiled_folder())
-        with compiled.kept(self.peers, self.secret) if compiled else contextlib.nullcontext():
-            took = choose_recompute(session, tensors, device)
-        session.snapshots.ready()
-        go_or_end(self._keep_lease, "lease")
         try:
+            with compiled.kept(self.peers, self.secret) if compiled else contextlib.nullcontext():
+                took = choose_recompute(session, tensors, device)
+            session.snapshots.ready()
+            go_or_end(self._keep_lease, "lease")
             least = fitting_shard(session.job, tensors, device, took)
         except JobError as error:
             self._cannot_start(error)

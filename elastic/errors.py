@@ -4,6 +4,7 @@
     ├── JobError             1   the job cannot work: the message names the setting, its value and the fix
     │   ├── CodeError            code that the job names cannot be imported
     │   ├── ModelError           the model breaks its contract
+    │   │   └── LossError        the loss breaks its contract
     │   └── DataError            the dataset breaks its contract, or cannot be read
     ├── WorldBroken          2   a collective failed: a peer is gone, or the world was aborted
     │   ├── CopyLost             a keeper's copy that the plan needs cannot be read
@@ -47,6 +48,10 @@ class CodeError(JobError):
 
 class ModelError(JobError):
     """``model`` names something that cannot be trained.  The contract is at ``Job.model`` and in the guide ("Your own code")."""
+
+
+class LossError(ModelError):
+    """``loss`` names a function that does not return a sum over the terms of a microbatch and their number."""
 
 
 class DataError(JobError):

@@ -40,6 +40,7 @@ from elastic.state.shard import Shard
 from elastic.state.streaming import look_at
 from elastic.state.uploader import name_of
 from elastic.train.apply_fence import ApplyFence
+from elastic.train.contract import check_loss
 from elastic.train.counters import Counters
 from elastic.train.inventory import decay_line
 from elastic.train.machine.device import memory_of
@@ -166,6 +167,8 @@ class _Local:
         _begin(self.apply_fence, self.plan, state.shard)
         self.show_sentence(decay_line(state))
         step = state.shard.version.step
+        if not step and not job.offloads:
+            check_loss(self.session, state)
         shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch_size, self.plan.layout)
         try:
             while step < job.steps:

@@ -22,7 +22,7 @@ from elastic.data.loader import Loader
 from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.world import TO_HOST, World
-from elastic.errors import ModelError
+from elastic.errors import LossError, ModelError
 from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
@@ -196,7 +196,10 @@ def compute(session: Session, state: State, step: int) -> Share:
 
 
 def loss_of(session: Session, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what the user's loss returns.  Raises :class:`ModelError` unless it is (sum, count), two scalars."""
+    """Returns what the user's loss returns.  Raises :class:`LossError` unless it is (sum, count), two scalars.
+
+    Raises :class:`ModelError` for a slip in it.
+    """
     named = f"loss = {session.job.loss!r}"
     try:
         returned = session.loss(model, batch)
@@ -213,7 +216,7 @@ def loss_of(session: Session, model: torch.nn.Module, batch: dict[str, torch.Ten
             came = f"({', '.join(map(_described, returned))})"
         case _:
             came = _described(returned)
-    raise ModelError(f"{named} returned {came}; {CONTRACT}")
+    raise LossError(f"{named} returned {came}; {CONTRACT}")
 
 
 def _described(value: object) -> str:

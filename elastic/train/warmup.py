@@ -16,16 +16,17 @@ import torch
 
 from elastic.engine.norm import squared_norm
 from elastic.engine.world import World
-from elastic.errors import JobError
+from elastic.errors import JobError, LossError
 from elastic.ids import Version
 from elastic.plan.layout import Layout
 from elastic.plan.memory import first_roomy
 from elastic.plan.placement import cell_of
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.staging import STREAMS, StagingStream
+from elastic.train.contract import check_loss
 from elastic.train.machine.device import fitting_shard, fitting_whole, memory_of, most_shards, policies_of
 from elastic.train.model import State
-from elastic.train.step import Session
+from elastic.train.step import Session, loss_of
 from storage.slices import Tensor
 
 
@@ -34,7 +35,8 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
 
     ``tensors`` are those of the state.
 
-    Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU, and if it failed.
+    Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU, and if it failed.  Raises :class:`LossError` if
+    the loss breaks its contract.
     """
     began, took = time.monotonic(), 0
     try:
@@ -51,6 +53,8 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
             for staging_stream in [StagingStream(device, number) for number in range(STREAMS)]:
                 with staging_stream:
                     pass
+    except LossError:
+        raise
     except Exception:  # a boundary: the user's code may raise anything
         print(f"not warmed up:\n{traceback.format_exc()}", flush=True)
     gc.collect()
@@ -143,7 +147,7 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     state.model.train()
     state.sync.begin_step(1)
     state.parameters.begin_round(0, last=True)
-    loss, _ = session.loss(state.model, {name: value.to(world.device) for name, value in batch.items()})
+    loss, _ = loss_of(session, state.model, {name: value.to(world.device) for name, value in batch.items()})
     state.parameters.end_forward()
     loss.backward()
     state.parameters.end_round()
@@ -158,4 +162,7 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
             session.loss(state.model, {name: value.to(world.device) for name, value in batch.items()})
         state.parameters.end_forward()
     world.finish()
-    return torch.cuda.max_memory_allocated(world.device) - before if world.device.type == "cuda" else 0
+    took = torch.cuda.max_memory_allocated(world.device) - before if world.device.type == "cuda" else 0
+    if not session.job.offloads:  # the buffers that its weights pass through are as long as one pass
+        check_loss(session, state)
+    return took

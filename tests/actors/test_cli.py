@@ -296,7 +296,7 @@ def no_count(model: Any, batch: Any) -> Any:
 
 
 def plain_count(model: Any, batch: Any) -> Any:
-    return next_token(model, batch)[0], 16
+    return next_token(model, batch)[0], 16 * len(batch["tokens"])
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,15 @@ def test_a_result_without_a_traceback_is_the_platforms(tmp_path: Path) -> None:
     job = job_of(tmp_path, "codes")
     ends: list[Result] = [_result(job, "Failed", "job error: in words only", 1), _result(job, "Failed", "anything", 1, "Traceback")]
     assert [end.exit_code for end in ends] == [2, 1]
+
+
+def test_l9_a_loss_that_returns_a_mean_is_refused_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """L9: the worker tries it before it joins, and the run ends as the job's fault; no world is formed."""
+    job = toy_job(tmp_path, name="mean", loss="tests.train.test_contract:mean_and_one")
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    assert main(["train", str(tmp_path / "job.toml")]) == 1
+    shown = capsys.readouterr().out
+    assert "loss = 'tests.train.test_contract:mean_and_one': of 2 samples it returns the count 1, and of their halves 1 and 1" in shown
+    assert "two scalars, the sum over the terms of the microbatch and their number, not a mean" in shown
+    assert "form generation" not in shown and "Traceback" not in shown
+    assert_no_actor_left("mean")

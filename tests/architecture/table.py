@@ -145,6 +145,7 @@ BOUNDARIES = {
     "elastic/state/uploader.py": "whatever ends the thread that uploads goes to the keeper, which waits for its part",
     "elastic/state/uploads.py": "whatever ends a look for copies goes to the keeper's log, and the next look follows",
     "elastic/engine/paged.py": "whatever the user's initialisation makes of values that were lost is done again with the true ones",
+    "elastic/train/contract.py": "the user's code need not work with other numbers of samples than that of a microbatch",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/train/microbatch.py": "whatever the user's model or loss raises with tensors that have no values becomes a sentence",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",

@@ -1,0 +1,84 @@
+"""Tries the user's loss on the run's first microbatch, before the first step: on the whole of it, and on its halves.
+
+A loss that returns a mean trains, and learns something else with each size of a microbatch, so nobody would notice.  What the halves return
+shows it: the numbers of terms of the halves add up to that of the whole, and so do the sums.  Not every loss is such a sum: one that
+compares the samples of a microbatch with each other has more terms in the whole than in its halves, and other sums.  So two things are
+refused, and only them: fewer terms in the whole than in its halves, as of a constant number, and a loss that is the mean of what the halves
+lose.  Dropout and the statistics of microbatches are off.  Of a loss that draws random numbers nothing is known, and nothing is said.
+"""
+
+from __future__ import annotations
+
+import traceback
+from math import isfinite
+
+import torch
+
+from elastic.errors import LossError
+from elastic.train.model import State
+from elastic.train.step import CONTRACT, Session, loss_of, microbatch_seed, seed_all
+
+CLOSE = 1e-2
+"""Largest difference, as a part of the loss, at which it still is the mean of the losses of its halves: bf16 rounds to 0.4%."""
+FAR = 0.1
+"""Smallest difference, as a part of the loss, at which it is not the sum of the losses of its halves: the mean is half of the sum."""
+
+
+def check_loss(session: Session, state: State) -> None:
+    """Raises :class:`LossError` if the loss is certainly no sum.  It changes nothing, and must not be called between forward and backward.
+
+    The world has no other members: an error of the model with another number of samples is only printed, and would leave others waiting.
+    """
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # another size would be compiled, too
+            state.model.eval()
+            state.parameters.begin_round(0, last=True)
+            _check(session, state)
+    except LossError:
+        raise
+    except Exception:  # a boundary: the user's code may raise anything, and need not know other sizes than that of a microbatch
+        print(f"the loss was not tried on halves of a microbatch:\n{traceback.format_exc()}", flush=True)
+
+
+def _check(session: Session, state: State) -> None:
+    job, world = session.job, state.world
+    read = session.loader.read(session.cursor.microbatch_ids(1, 0, job.microbatch_size))
+    batch = {name: value.to(world.device) for name, value in read.items()}
+    if job.microbatch_size == 1:
+        batch = {name: torch.cat((value, value)) for name, value in batch.items()}
+    size = max(job.microbatch_size, 2)
+    half = size // 2
+
+    def lost(first: int, last: int, draw: int = 0) -> tuple[float, float]:
+        seed_all(microbatch_seed(job.seed, 0, draw), world.device)
+        loss, count = loss_of(session, state.model, {name: value[first:last] for name, value in batch.items()})
+        state.parameters.end_forward()
+        return float(loss), float(count)
+
+    whole, again = lost(0, size), lost(0, size, draw=1)
+    if whole[1] != again[1]:
+        return
+    parts = lost(0, half), lost(half, size)
+    counts = f"{parts[0][1]:g} and {parts[1][1]:g}"
+    what = f"loss = {job.loss!r}: of {size} samples" + (" (one, twice)" if job.microbatch_size == 1 else "")
+    if whole[1] < parts[0][1] + parts[1][1]:
+        raise LossError(f"{what} it returns the count {whole[1]:g}, and of their halves {counts}, which is more; {CONTRACT}")
+    if not _near(whole[0], again[0], abs(whole[0]), CLOSE):
+        return
+    weights = ((half, size - half), (parts[0][1], parts[1][1]))
+    if any(_is_mean(whole[0], (parts[0][0], parts[1][0]), each) for each in weights):
+        losses = f"{parts[0][0]:g} and {parts[1][0]:g}"
+        raise LossError(f"{what} it returns the loss {whole[0]:g}, and of their halves {losses}, of which that is the mean; {CONTRACT}")
+
+
+def _is_mean(whole: float, parts: tuple[float, float], weights: tuple[float, float]) -> bool:
+    """Returns whether ``whole`` is the mean of ``parts`` by ``weights``, and not their sum."""
+    scale = max(map(abs, (whole, *parts)))
+    if not isfinite(whole) or not all(map(isfinite, (*parts, *weights))) or not sum(weights) or not scale:
+        return False
+    mean = (parts[0] * weights[0] + parts[1] * weights[1]) / sum(weights)
+    return _near(whole, mean, scale, CLOSE) and not _near(whole, sum(parts), scale, FAR)
+
+
+def _near(one: float, other: float, scale: float, part: float) -> bool:
+    return one == other or abs(one - other) <= part * scale

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import elastic
-from actors.terminal import console, say, show, show_result
+from actors.terminal import console, say, show_for, show_result
 from elastic.config.command_line import COMMAND_LINE, Parser
 from elastic.errors import STOPPED, ElasticError, JobError, PlatformGaveUp
 from elastic.imports import failure
@@ -179,7 +179,7 @@ def _train(known: Namespace) -> int:
         say(warning, "note: ", "yellow")
     line = f"{_line(known)} --local" if known.local else _line(known)
     try:
-        result = launch(job, address=known.address, local=known.local, branch=known.branch, show=show)
+        result = launch(job, address=known.address, local=known.local, branch=known.branch, show=show_for(job))
     except (ElasticError, StorageError):
         raise
     except Exception as error:  # with --local the user's own code runs in this process
@@ -438,8 +438,12 @@ def _checkpoint_verify(known: Namespace) -> int:
 
 def _checkpoint_export(known: Namespace) -> int:
     from elastic.runs import Run
+    from storage.checkpoints import EXPORTED
 
     run = Run.begun(_job(known))
+    there = [name for name in EXPORTED if (known.to / name).exists()]
+    if there:
+        raise JobError(f"--to = {str(known.to)!r} has {' and '.join(there)} already, perhaps of another step; name a new folder")
     try:
         written = run.checkpoints.export(run.version_at(known.step), known.to)
     except OSError as error:  # an error of the bucket would be a StorageError

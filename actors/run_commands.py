@@ -17,7 +17,7 @@ from actors import cluster, launch
 from actors.coordinator import View
 from actors.logs import read_from
 from actors.processes import clear, end_on_sigterm
-from actors.terminal import say, show, show_result
+from actors.terminal import say, show_for, show_result
 from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
@@ -97,7 +97,7 @@ def attach(job: Job, line: str) -> int:
     """
     coordinator = coordinator_of(job)
     if coordinator is not None:
-        return show_result(launch.follow(job, coordinator, show), job, line)
+        return show_result(launch.follow(job, coordinator, show_for(job)), job, line)
     absent = Absent.of(job)
     if absent.end is None:
         raise PlatformGaveUp(absent.said)
@@ -130,6 +130,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
     there and does not answer.
     """
     deadline_s = 2 * job.deadlines.lease_s
+    show = show_for(job)
     seen, incarnation, shown, head = 0, 0, "", launch.Head(show)
     end_on_sigterm()  # Ray's own handler prints a stack
     try:

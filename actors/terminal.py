@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -38,6 +39,16 @@ def show(line: Line) -> None:
         soft_wrap=True,
         end="\r" if console.is_terminal and line.step < line.steps else "\n",
     )
+
+
+def show_for(job: Job) -> Callable[[Line], None]:
+    """Returns :func:`show` for the run of ``job``: off a terminal, the only steps are the last one and those that ``log_every`` divides."""
+
+    def told(line: Line) -> None:
+        if console.is_terminal or not isinstance(line, StepLine) or line.step % job.log_every == 0 or line.step == line.steps:
+            show(line)
+
+    return told
 
 
 def _usage(line: StepLine) -> str:

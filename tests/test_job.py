@@ -413,6 +413,7 @@ CLUSTER = {
     "name": "other",
     "bucket": "/other",
     "on_driver_exit": "detach",
+    "log_every": 9,
     "profile": "5-7",
     "offload": "optimizer",
     "offload_folder": "/other/disk",

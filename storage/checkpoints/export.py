@@ -15,6 +15,8 @@ from storage.checkpoints.shards import Entry, aligned_order, header_of
 from storage.slices import Tensor
 
 MODEL_KINDS = ("parameter", "buffer")
+EXPORTED = ("model.safetensors", "optimizer.safetensors")
+"""The files that an export writes."""
 
 
 def export(reader: Reader, destination: Path) -> list[Path]:
@@ -22,10 +24,7 @@ def export(reader: Reader, destination: Path) -> list[Path]:
     destination.mkdir(parents=True, exist_ok=True)
     model = [tensor for tensor in reader.tensors() if tensor.kind in MODEL_KINDS]
     optimizer = [tensor for tensor in reader.tensors() if tensor.kind not in (*MODEL_KINDS, "constant")]
-    return [
-        _write(reader, destination / "model.safetensors", model),
-        _write(reader, destination / "optimizer.safetensors", optimizer),
-    ]
+    return [_write(reader, destination / name, tensors) for name, tensors in zip(EXPORTED, (model, optimizer), strict=True)]
 
 
 def _write(reader: Reader, path: Path, tensors: Sequence[Tensor]) -> Path:

@@ -82,7 +82,17 @@ def test_train_and_checkpoints(tmp_path: Path, capsys: Shown, monkeypatch: pytes
     for to in (job, f"{job}/below"):
         assert main(["checkpoint", "export", job, "--to", to]) == 1
         assert re.fullmatch(rf"elastic: --to = '{to}' is not a folder that can be written: .*; name a new folder", sentence(capsys))
+    assert main(["checkpoint", "export", job, "--to", str(tmp_path / "4")]) == 1, "nothing is overwritten"
+    again = rf"elastic: --to = '{tmp_path}/4' has model.safetensors and optimizer.safetensors already, perhaps of another step; name a new"
+    assert re.match(again, sentence(capsys))
     assert main(["checkpoint", "verify", job, "--step", "3"]) == 1
+
+
+def test_a_file_gets_the_line_of_every_so_many_steps(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step has one, too; the control above has one of every step."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", written(tmp_path), "--local", "--log-every", "3"]) == 0
+    assert re.findall(r"step +(\d+)/4  loss \d\.\d{4}", capsys.readouterr().out) == ["3", "4"]
 
 
 @pytest.mark.parametrize(("settings", "said"), [([], ""), (["--workers.min", "2"], "workers.min = 2 has"), (SHARDED, UNUSED)])

@@ -49,6 +49,8 @@ SLOW_DISK = 1e9
 """Bytes of state a second that a disk reads while it writes as many; the workers of a node share it."""
 LARGE = 1e9
 """Bytes of state from which on a device or a node may have too little memory for all of it."""
+TRIVIAL = 1e6
+"""Bytes of state below which nobody needs to know what its copies take."""
 TELLING_S = 10.0
 """Seconds of initialisation on a CPU from which on the user is told of them."""
 DRAWS = 2
@@ -103,7 +105,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False) -> Checked
     notes += _packing(job, model, session.loader.dataset)
     if local:
         return Checked(build, [*notes, *_unused(job)])
-    notes += [_copying(job, state_bytes), *_hosting(job, tensors)]
+    notes += [*_copying(job, state_bytes), *_hosting(job, tensors)]
     return Checked(build, [*notes, *_forming(job, state_bytes), *_updating(job, state_bytes)])
 
 
@@ -199,14 +201,16 @@ def _unused(job: Job) -> list[str]:
     return [f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect"] if unused else []
 
 
-def _copying(job: Job, state_bytes: int) -> str:
-    """Returns a sentence about the memory that copies take."""
+def _copying(job: Job, state_bytes: int) -> list[str]:
+    """Returns a sentence about the memory that copies take, unless there are such and it is trivial."""
+    if state_bytes < TRIVIAL and job.copies.copy_every != 0 and not job.offload_folder:
+        return []
     rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts()]
     sizes, folder = (state_bytes / cells[-1], state_bytes / min(cells)), job.offload_folder
     text = explained(*sizes, rules.copy_every, rules.buddy_every, offload=job.offloads, folder=folder)
     if rules.layout.dp_shard is None and cells[-1] < job.workers.max and state_bytes >= LARGE:
         text += "; less where a device or a node has too little memory, because more workers share the state then"
-    return text
+    return [text]
 
 
 def _hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:

@@ -79,6 +79,26 @@ def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text:
     assert told(large, float(sentence.split()[-3])) == [] != told(large, 300)
 
 
+def test_the_memory_of_copies_is_told_unless_it_is_trivial(tmp_path: Path, text: Path) -> None:
+    """A state of less than a megabyte needs no sentence, a larger one has one; so has every run without copies, which is another matter."""
+    prepare(text, str(tmp_path / "data"))
+
+    def told(dim: int, **settings: Any) -> list[str]:
+        model = {"vocab": 257, "dim": dim, "layers": 1, "heads": 2}
+        job = job_on(tmp_path, tmp_path / "data", name=f"of-{dim}-{len(settings)}", model_args=model, **settings)
+        return [note for note in preflight(job).notes if "host memory" in note]
+
+    assert told(16) == []
+    (sentence,) = told(128)
+    assert re.match(
+        r"copies in host memory and saves take \S+ MB of its node for each worker, in 7 slots of \S+ MB: "
+        r"1 for a save, 4 for copies of its own state, 2 for those of a worker on another node$",
+        sentence.partition("; ")[0],
+    ), sentence
+    (without,) = told(16, copies={"copy_every": 0})
+    assert without.startswith("no copies in host memory (copies.copy_every = 0)")
+
+
 def test_a_state_too_large_for_an_update_in_files_within_a_fence_is_told_of(tmp_path: Path, text: Path) -> None:
     """A disk may need minutes for the state of 8 B parameters.  The value that the sentence recommends silences it; memory is no disk.
 

@@ -380,3 +380,11 @@ def _no_room(workers: Workers, room: int, free_by_node: Mapping[str, Mapping[str
         f"wait for other jobs to end, add nodes, or lower workers.min{' or workers.cpus' if workers.cpus else ''}"
         f"{'; workers.gpus = 0 trains without GPUs' if workers.gpus else ''}"
     )
+
+
+def split(bucket: str, home: str, key: str) -> str:
+    """Returns the end of a sentence about a node that did not find ``key``, which the coordinator wrote to the bucket."""
+    return (
+        f"does not see bucket = {bucket!r} as the same place as {home}, where the coordinator runs: one of them did not find the "
+        f"object that the other wrote there ({key}); name a folder that every node mounts, or a URL such as s3://bucket/prefix"
+    )

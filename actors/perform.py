@@ -44,12 +44,14 @@ from elastic.protocol.actions import (
     Pause,
     Quarantine,
     Release,
+    Retain,
     Save,
     Settle,
     StartWorkers,
     Upload,
 )
 from elastic.protocol.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
+from elastic.retention import Retention
 from elastic.runs import Parts, Run
 from storage.checkpoints import ShardReceipt
 from storage.errors import StorageError, Unavailable
@@ -113,6 +115,7 @@ class Group:
         self._looks = ThreadPoolExecutor(4, thread_name_prefix="look")
         self._forms = ThreadPoolExecutor(2, thread_name_prefix="form")
         """Separate pools, so that forming never waits behind calls that wait for the bucket, nor manifests behind new keepers."""
+        self._retention = Retention(run, incarnation, lambda sentence: self.tell(sentence))
         self._stores: dict[int, NodeId] = {}
         """The node that hosts the store of each generation that is not settled."""
 
@@ -148,6 +151,8 @@ class Group:
                     self._do(self._pool, self._commit, version, lineage, by)
             case Quarantine(version, reason):
                 self._do(self._pool, self.run.checkpoints.quarantine, version, reason)
+            case Retain():
+                self._retention.ask(action)
             case ListCopies(generation, keepers):
                 for keeper in self._those(keepers):
                     keeper.list_copies.remote(self.incarnation, generation)
@@ -382,7 +387,7 @@ class Group:
             if same:
                 self._keeper_up(node, address)
             else:
-                self._refuse(node, _split(self.job.bucket, cluster.place(cluster.here()), self.probe.key(COORDINATOR)), True)
+                self._refuse(node, cluster.split(self.job.bucket, cluster.place(cluster.here()), self.probe.key(COORDINATOR)), True)
 
     def _refuse(self, node: NodeId, why: str, shared: bool) -> None:
         """Refuses the node.
@@ -438,6 +443,7 @@ class Group:
         """Ends every process of the run, in good order if possible, and leaves nothing on any node."""
         self._closing = True
         self.orders.close()
+        self._retention.close()
         for pool in (self._pool, self._looks, self._forms):
             pool.shutdown(wait=False, cancel_futures=True)
         until = time.monotonic() + 2 * grace_s
@@ -468,13 +474,6 @@ def _later(seconds: float, call: Callable[[], None]) -> None:
     timer = threading.Timer(seconds, call)
     timer.daemon = True
     timer.start()
-
-
-def _split(bucket: str, home: str, key: str) -> str:
-    return (
-        f"does not see bucket = {bucket!r} as the same place as {home}, where the coordinator runs: one of them did not find the "
-        f"object that the other wrote there ({key}); name a folder that every node mounts, or a URL such as s3://bucket/prefix"
-    )
 
 
 def _why_not_made(error: BaseException) -> str:

@@ -62,6 +62,7 @@ from elastic.errors import JobError
 from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout, LayoutRule, table
 from elastic.plan.ramp import Batches
+from elastic.plan.retention import Keep
 
 NUMERICS = 3
 """The newest number of the setting ``numerics``; a new run begins with it."""
@@ -327,6 +328,10 @@ class Job(Part):
             return 0
         return 1 if self.copies.buddy_every == "auto" else self.copies.buddy_every
 
+    def keep(self) -> Keep:
+        """Returns the rules that say which checkpoints are kept."""
+        return Keep(self.checkpoint.keep_last, self.checkpoint.keep_every, self.checkpoint.keep_best)
+
     def rules(self) -> Rules:
         """Returns the rules by which ``advance`` decides for this job."""
         return Rules(
@@ -342,6 +347,7 @@ class Job(Part):
             validates_last=self.validates(self.steps),
             spares=self.workers.spares,
             watch=WatchRule(**self.watch.model_dump(exclude={"every"})),
+            keep=self.keep(),
             **self.deadlines.model_dump(exclude={"driver_s"}),
         )
 

@@ -57,6 +57,7 @@ def disagreements(job: Job) -> Iterator[str]:
             else (f"offload = {job.offload!r}", "state is on no device")
         )
         yield f"checkpoint.compare = true with {why}, where {also}; leave one of them out"
+    yield from _kept(job)
     if not job.workers.gpus and any(fault.kind == "device_assert" for fault in job.faults):
         yield "faults: kind = 'device_assert' strikes an accelerator, and workers.gpus = 0; set it to 1, or take another kind"
     yield from _deadlines(job.deadlines)
@@ -72,6 +73,24 @@ def disagreements(job: Job) -> Iterator[str]:
         job.layout_rule().check(job.workers.min, job.workers.max)
     except ValueError as error:
         yield str(error)
+
+
+def _kept(job: Job) -> Iterator[str]:
+    """Yields a sentence for each rule of retention that cannot work."""
+    rules, validation = job.checkpoint, job.validation
+    if rules.keep_last == 1:
+        yield (
+            "checkpoint.keep_last = 1 leaves nothing to go on from if the newest checkpoint turns out to be damaged; set it to 2 or more, "
+            "or to 0 to keep all"
+        )
+    if not rules.keep_last and (rules.keep_every or rules.keep_best):
+        named = f"keep_every = {rules.keep_every}" if rules.keep_every else "keep_best = true"
+        yield f"checkpoint.{named} with checkpoint.keep_last = 0, which keeps all; set keep_last to 2 or more, or leave it out"
+    if rules.keep_best and (not validation.every or validation.every % rules.save_every):
+        yield (
+            f"checkpoint.keep_best = true with validation.every = {validation.every}: only what is both validated and saved can be kept; "
+            f"set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or leave keep_best out"
+        )
 
 
 def _gathers_blocks(job: Job) -> bool:

@@ -195,6 +195,15 @@ class Checkpoint(Part):
 
     save_every: Free[Positive] = 50
     """Number of steps between saves.  If no worker holds the state any more, 2 × ``save_every`` steps may be lost, as a save takes time."""
+    keep_last: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of the newest good checkpoints that are kept; older ones are deleted, unless another of these settings keeps them.  At least
+    2, since the newest one may turn out to be damaged.  0: all are kept.  What a branch goes on from is always kept.
+    """
+    keep_every: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """The first checkpoint at or after each multiple of this number of steps is kept, too.  0: none for its step."""
+    keep_best: Free[Flag] = False
+    """``true`` keeps the checkpoint with the smallest validation loss, too.  Nothing is deleted before the first validation, nor with
+    ``--local``, where no journal says which one is the best."""
     compare: Free[Flag] = False
     """``true`` compares the replicas of the state at the beginning of each step that ends with a save, bit by bit; it needs
     ``reproducible``.  A worker that differs from most of them gives up its state and gets theirs.  If none has the bits of most, as of two,

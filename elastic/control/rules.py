@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.plan.layout import LayoutRule
+from elastic.plan.retention import Keep
 
 SLOWEST = 1.05
 """Factor for times that another machine counts: its clock may be 5% slower."""
@@ -75,6 +76,8 @@ class Rules:
     """True if only workers of one kind may be members, because other kinds do not give equal bits."""
 
     watch: WatchRule = WatchRule()
+    keep: Keep = field(default_factory=Keep)
+    """The checkpoints that are kept."""
 
     @property
     def leave_s(self) -> float:

@@ -18,8 +18,9 @@ from elastic.control.decision import Decision
 from elastic.control.rules import Rules
 from elastic.control.run import Finishing, RunState, Saves, Saving, Stopping
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.plan import retention
 from elastic.protocol import lineage
-from elastic.protocol.actions import CommitManifest, Quarantine, Upload
+from elastic.protocol.actions import CommitManifest, Quarantine, Retain, Upload
 from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Saved, SaveFailed, ShardSaved
@@ -196,6 +197,8 @@ def saved(decision: Decision, event: Saved) -> None:
     if run.saves.by_keepers:
         tell(decision)
     decision.durable = True
+    if decision.rules.keep.last:
+        retain(decision)
     decision.say(f"the checkpoint of {version} is in the bucket")
 
 
@@ -246,6 +249,21 @@ def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
 
 
 # ---- what is in the bucket
+
+
+def retain(decision: Decision) -> None:
+    """Forgets the checkpoints that no rule keeps, durably, and has them deleted: no later world goes on from them."""
+    asked, keep = retained(decision.run), decision.rules.keep
+    kept = {*retention.reasons(asked.saved, keep, asked.best, ()), *asked.spared}
+    decision.know("history", saved=tuple(each for each in asked.saved if each in kept))
+    decision.do(replace(asked, saved=decision.run.history.saved))
+
+
+def retained(run: RunState) -> Retain:
+    """Returns what the run knows of its checkpoints."""
+    pending, best = tuple(each.version for each in run.saves.pending), run.history.best
+    reads = (run.plan.version,) if run.plan is not None else ()
+    return Retain(run.history.saved, run.history.lineage, best.version if best is not None else None, (*pending, *reads))
 
 
 def target_is_saved(run: RunState, rules: Rules) -> bool:

@@ -125,6 +125,20 @@ class Quarantine:
 
 
 @dataclass(frozen=True)
+class Retain:
+    """Deletes the checkpoints that no rule of the job keeps.
+
+    ``saved`` are the checkpoints that the run counts on, ``lineage`` says which others are on the lineage, and ``best`` is the best
+    validated version, if one is known.  ``spared`` are those that are on their way, or from which the world reads its state.
+    """
+
+    saved: tuple[Version, ...]
+    lineage: tuple[tuple[int, int], ...]
+    best: Version | None
+    spared: tuple[Version, ...]
+
+
+@dataclass(frozen=True)
 class ListCopies:
     """Asks these keepers which copies they have complete; each answers ``Kept`` of ``generation``."""
 
@@ -164,5 +178,19 @@ class Exit:
 
 
 Action = (
-    StartWorkers | Form | Go | Pause | Fence | Settle | Kill | Upload | CommitManifest | Quarantine | ListCopies | Release | Pair | Exit
+    StartWorkers
+    | Form
+    | Go
+    | Pause
+    | Fence
+    | Settle
+    | Kill
+    | Upload
+    | CommitManifest
+    | Quarantine
+    | Retain
+    | ListCopies
+    | Release
+    | Pair
+    | Exit
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elastic.ids import Cell, NodeId, Version, WorkerId
-from elastic.protocol.actions import Upload
+from elastic.protocol.actions import Retain, Upload
 from elastic.protocol.authority import Replica
 from elastic.protocol.builds import Build
 from elastic.protocol.events import (
@@ -355,6 +355,11 @@ class Cluster:
             check_manifest(version, self.bucket.by(version, by), self.sim.scenario.rows)
             self.bucket.manifests.add(version)
         return Saved(version, f"digest of {version}")
+
+    def retain(self, action: Retain) -> None:
+        """Deletes at once what no rule keeps; the product takes two rounds."""
+        kept = {*action.saved, *action.spared}
+        self.bucket.manifests -= {version for version in self.bucket.manifests if version < max(action.saved) and version not in kept}
 
     def user_error(self, worker: Worker, step: int) -> bool:
         """Returns whether the user's code raises, which it does on the worker that has the microbatch of the bad sample."""

@@ -297,6 +297,8 @@ class Coordinator:
             case do.Upload():
                 self.uploads += 1
                 cluster.order_surely(self.incarnation, action.keepers, cluster.upload, (self.incarnation, self.uploads), action)
+            case do.Retain():
+                cluster.retain(action)
             case do.ListCopies():
                 cluster.order(self.incarnation, action.keepers, cluster.list_copies, action.generation)
             case do.Release():

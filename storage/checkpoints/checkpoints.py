@@ -4,10 +4,15 @@
     <run>/steps/<step>/g<generation>/index.jsonl          which file has which box of which tensors
     <run>/steps/<step>/g<generation>/MANIFEST.json        before it is written, there is no checkpoint
     <run>/steps/<step>/g<generation>/DAMAGED.json         a note that the checkpoint is damaged; nothing is deleted
+    <run>/steps/<step>/g<generation>/DELETED.json         a note that the checkpoint is being deleted; it goes last
 
 Objects are only created, never replaced.  So a writer that was believed dead cannot change what a manifest lists.  A writer that finds
 its own bytes in place has succeeded.  If an unfinished attempt has left other bytes there, a shard or an index is written under a name with
 its digest in it; writing a manifest raises :class:`Exists`.
+
+A deletion has two phases.  ``mark`` adds a note: from then on the checkpoint is not good, and nobody begins from it.  ``remove``, later,
+takes away the manifest, then all the rest, and the note last.  So a deletion that was torn is seen by its note, wherever it was torn, and
+the next ``remove`` ends it.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -28,7 +34,7 @@ from blake3 import blake3
 from storage.checkpoints.cover import describe
 from storage.checkpoints.export import export
 from storage.checkpoints.index import Cut, Index, cuts_of, grouped
-from storage.checkpoints.manifest import ABOUT, DAMAGED, INDEX, MANIFEST, Manifest
+from storage.checkpoints.manifest import ABOUT, DAMAGED, DELETED, INDEX, MANIFEST, Manifest
 from storage.checkpoints.reader import FETCH_BYTES, Reader, Verified, verify
 from storage.checkpoints.shards import Entry, aligned_order, entry_of, header_of, metadata_of
 from storage.documents import File, digest_of, seal, unseal
@@ -79,16 +85,20 @@ RECENT = 32
 
 
 class Listed(NamedTuple):
-    """A checkpoint in a listing.  ``manifest`` is None if it is missing or unreadable; ``damaged`` says what is damaged, or is ""."""
+    """A checkpoint in a listing.  ``manifest`` is None if it is missing or unreadable; ``damaged`` says what is damaged, or is "".
+
+    ``deleted`` says that it is being deleted.
+    """
 
     version: Version
     manifest: Manifest | None
     damaged: str
+    deleted: bool = False
 
     @property
     def good(self) -> bool:
         """True if nothing is known against the checkpoint; its slices were not read."""
-        return self.manifest is not None and not self.damaged
+        return self.manifest is not None and not self.damaged and not self.deleted
 
 
 class Checkpoints:
@@ -150,10 +160,26 @@ class Checkpoints:
 
     def quarantine(self, version: Version, reason: str) -> None:
         """Notes that the checkpoint is damaged, and why.  The first note stays."""
-        try:
-            self.store.put_if_absent(f"{self.folder(version)}/{DAMAGED}", seal({"format": 1, "reason": reason}))
-        except Exists:
+        self._note(version, DAMAGED, reason)
+
+    # ---- deleting
+
+    def mark(self, version: Version, reason: str) -> None:
+        """Notes that the checkpoint, or what was written of one, is being deleted, and why.  From then on it is not good."""
+        self._note(version, DELETED, reason)
+
+    def remove(self, version: Version) -> None:
+        """Deletes a checkpoint that :meth:`mark` has marked: the manifest first, and the note last.  Does nothing if there is no note.
+
+        If it is interrupted, another call does the rest.
+        """
+        folder = self.folder(version)
+        if not self.store.exists(f"{folder}/{DELETED}"):
             return
+        self.store.delete(f"{folder}/{MANIFEST}")
+        self._at_once(self.store.delete, [key for key in self.store.list(f"{folder}/") if key != f"{folder}/{DELETED}"])
+        self.store.delete(f"{folder}/{DELETED}")
+        self.store.tidy(f"{folder}/")
 
     # ---- reading
 
@@ -273,13 +299,17 @@ class Checkpoints:
         return self._at_once(self._look, [Version(step, generation) for step, generations in found for generation in generations])
 
     def _look(self, version: Version) -> Listed:
-        damaged = self._quarantined(version)
+        damaged, deleted = self._quarantined(version), self.store.exists(f"{self.folder(version)}/{DELETED}")
         try:
-            return Listed(version, self.manifest(version), damaged)
+            return Listed(version, self.manifest(version), damaged, deleted)
         except Missing:
-            return Listed(version, None, damaged)
+            return Listed(version, None, damaged, deleted)
         except Damaged as error:
-            return Listed(version, None, damaged or str(error))
+            return Listed(version, None, damaged or str(error), deleted)
+
+    def _note(self, version: Version, name: str, reason: str) -> None:
+        with suppress(Exists):
+            self.store.put_if_absent(f"{self.folder(version)}/{name}", seal({"format": 1, "reason": reason}))
 
     def _quarantined(self, version: Version) -> str:
         key = f"{self.folder(version)}/{DAMAGED}"

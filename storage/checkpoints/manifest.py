@@ -16,7 +16,7 @@ from storage.slices import Slice, Tensor, Version
 
 FORMAT = 2
 """The newest format.  Readers accept 1 to this one; format 1 has another index (:mod:`storage.checkpoints.old_index`)."""
-MANIFEST, INDEX, DAMAGED = "MANIFEST.json", "index.jsonl", "DAMAGED.json"
+MANIFEST, INDEX, DAMAGED, DELETED = "MANIFEST.json", "index.jsonl", "DAMAGED.json", "DELETED.json"
 OLD_INDEX = ".parquet"
 """Suffix of the index of format 1."""
 ABOUT = {"job", "layout", "cursor", "lineage", "parent", "versions"}

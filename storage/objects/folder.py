@@ -76,6 +76,16 @@ class Folder(ObjectStore):
         with suppress(Missing), self._reading(key):
             os.unlink(self._path(key))
 
+    def tidy(self, folder: str) -> None:
+        """Removes the partial files in ``folder``, the folder, and the one above it if that is empty then."""
+        path = self._path(folder.rstrip("/"))
+        with suppress(OSError):  # an object is there after all, or somebody else has tidied up
+            for name in os.listdir(path):
+                if name.startswith(PARTIAL):
+                    os.unlink(f"{path}/{name}")
+            os.rmdir(path)
+            os.rmdir(os.path.dirname(path))
+
     @contextmanager
     def _written_aside(self, key: str, data: Data) -> Iterator[str]:
         """Yields the path of a file that holds the data and is on the disk.  Removes it afterwards, unless it was renamed."""

@@ -99,6 +99,12 @@ class ObjectStore(ABC):
             return False
         return True
 
+    def tidy(self, folder: str) -> None:  # noqa: B027 (most stores have nothing to tidy)
+        """Removes what a store keeps of a folder in which there are no objects: the folder itself, and what dead writers have begun there.
+
+        ``folder`` ends with "/".  Nobody writes there any more.  Most stores have folders only in the names of their objects.
+        """
+
     def in_parts(self) -> ObjectStore | None:
         """Returns the same store set to upload even the smallest object in parts, or None if it has no such uploads."""
         return None

@@ -63,6 +63,9 @@ IMPORTS = {
     "elastic.runs": Row(
         ("elastic", "elastic.branches", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job", "storage.*", *NAMES)
     ),
+    "elastic.retention": Row(
+        ("elastic.branches", "elastic.control.saves", "elastic.protocol.*", "elastic.plan.*", "elastic.runs", "storage.*", *NAMES)
+    ),
     "elastic.kernels": Row(("elastic.kernels.*",), ("torch",)),
     "elastic.kernels.triton_kernels": Row((), ("torch", "triton")),
     "elastic.models": Row(("elastic.models.*", "elastic.kernels.*"), ("torch",)),

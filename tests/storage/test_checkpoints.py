@@ -378,7 +378,7 @@ def test_latest_good(checkpoints: Checkpoints) -> None:
     checkpoints.quarantine(Version(8, 3), "a flipped byte")
     checkpoints.quarantine(Version(8, 3), "said twice")
     assert checkpoints.latest_good() == Version(6, 2)
-    assert [damaged for version, _, damaged in checkpoints.versions() if version == Version(8, 3)] == ["a flipped byte"]
+    assert [each.damaged for each in checkpoints.versions() if each.version == Version(8, 3)] == ["a flipped byte"]
 
 
 def test_a_newer_format_is_refused_by_its_number(checkpoints: Checkpoints) -> None:

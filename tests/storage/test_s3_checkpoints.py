@@ -38,6 +38,7 @@ from tests.storage.test_checkpoints import (
     test_two_committers,
 )
 from tests.storage.test_damage import test_a_damaged_manifest_is_never_latest
+from tests.storage.test_deletion import break_off
 from tests.storage.test_s3 import MIB5, QUICK, uploads
 from tests.support.buckets import below, enter
 from tests.support.patience import PATIENCE_S
@@ -74,6 +75,10 @@ def whole(checkpoints: Checkpoints, version: Version) -> dict[object, bytearray]
 
 def expected() -> dict[object, bytes]:
     return {tensor.whole(): data for tensor, data in STATE.items()}
+
+
+def test_l7_a_deletion_that_breaks_off_on_a_server_is_ended_by_the_next(swift_bucket: S3) -> None:
+    break_off(Checkpoints(below(swift_bucket), "run"), calls=(1, 4), after=True)
 
 
 # ---- a store that damages

@@ -40,3 +40,6 @@ class Forwarding(ObjectStore):
 
     def delete(self, key: str) -> None:
         self.store.delete(key)
+
+    def tidy(self, folder: str) -> None:
+        self.store.tidy(folder)

@@ -1,0 +1,71 @@
+"""Retention: which checkpoints of a run are kept, and which are deleted.
+
+A checkpoint is deleted only if no rule keeps it.  What is not older than the newest good checkpoint is never deleted, nor is anything while
+there is no good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from elastic.ids import Version
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The rules of a job.  A checkpoint that any of them names is kept."""
+
+    last: int = 0
+    """Number of the newest good checkpoints that are kept; 0 keeps all."""
+    every: int = 0
+    """The first good checkpoint at or after each multiple of this number of steps is kept; 0 means none.  A save may be a step late."""
+    best: bool = False
+    """True if the first good checkpoint at or after the best validated version is kept.  As long as there is none, all are kept."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in the bucket, or what was written of one."""
+
+    version: Version
+    begun: bool
+    """True if it has no manifest: it was never complete, or its deletion has begun."""
+
+
+def reasons(saved: Iterable[Version], keep: Keep, best: Version | None, needed: Collection[Version]) -> dict[Version, tuple[str, ...]]:
+    """Returns the versions among ``saved`` that are kept, newest first, each with the names of the rules that keep it.
+
+    ``saved`` has the good checkpoints on the lineage, ``best`` is the best validated version if one is known, and from those that are
+    ``needed`` a branch goes on.
+    """
+    ordered = sorted(saved, reverse=True)
+    firsts = {version.step // keep.every: version for version in ordered if version.step >= keep.every} if keep.every else {}
+    at_multiples = set(firsts.values())
+    of_best = min((version for version in ordered if best is not None and version >= best), default=None)
+    found = dict[Version, tuple[str, ...]]()
+    for place, version in enumerate(ordered):
+        named = {
+            "newest": place == 0,
+            "last": place < keep.last,
+            "every": version in at_multiples,
+            "best": keep.best and version == of_best,
+            "branch": version in needed,
+            "all": not keep.last or (keep.best and of_best is None),
+        }
+        if any(named.values()):
+            found[version] = tuple(name for name, holds in named.items() if holds)
+    return found
+
+
+def victims(found: Iterable[Found], kept: Collection[Version], keep: Keep, spared: Collection[Version]) -> tuple[Version, ...]:
+    """Returns the versions that are deleted, oldest first.
+
+    ``kept`` has the good checkpoints that rules keep; ``spared`` has those that are on their way, being read, or needed by a branch.  If
+    all checkpoints are kept, only what was begun and never completed is deleted.
+    """
+    newest = max(kept, default=None)
+    if newest is None:
+        return ()
+    safe = {*kept, *spared}
+    return tuple(sorted(each.version for each in found if each.version < newest and each.version not in safe and (each.begun or keep.last)))

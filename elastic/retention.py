@@ -1,0 +1,117 @@
+"""Deletes the checkpoints of a run that no rule keeps, and what saves have begun and never completed.
+
+A deletion has two phases (``storage/checkpoints``), which are two rounds of the coordinator: there is one after each save.  A round first
+removes what an earlier round has marked, and then marks what is due now.  Before each change it looks at the newest claim of the run, so
+that a coordinator that was replaced deletes nothing that the next one counts on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from elastic import branches
+from elastic.control import saves
+from elastic.ids import Version
+from elastic.plan.retention import Found, Keep, reasons, victims
+from elastic.protocol import lineage
+from elastic.protocol.actions import Retain
+from elastic.runs import Run
+from storage.checkpoints import Listed
+from storage.errors import Exists, StorageError
+
+MOST = 32
+"""Largest number of checkpoints that a round of the coordinator marks, and removes: a run that begins to delete has thousands."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The checkpoints that are kept and why, those that are marked and can be removed, and those that are to be marked."""
+
+    kept: dict[Version, tuple[str, ...]]
+    marked: tuple[Version, ...] = ()
+    due: tuple[Version, ...] = ()
+
+
+def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed]) -> Verdict:
+    """Returns what is kept and deleted of ``listed``, the checkpoints in the bucket.
+
+    Nothing is deleted unless the newest checkpoint of ``asked`` is there and good.
+    """
+    listed, needed = list(listed), {Version(each["step"], each["generation"]) for each in branches.every(run.store, run.job.name)}
+    good = {each.version for each in listed if each.good and lineage.contains(asked.lineage, each.version)}
+    newest = max(asked.saved, default=None)
+    kept = reasons((version for version in good if newest is None or version <= newest), keep, asked.best, needed)
+    if newest not in kept:
+        return Verdict(kept)
+    spared = {*asked.spared, *needed}
+    found = [Found(each.version, each.manifest is None and not each.damaged) for each in listed if not each.deleted]
+    marked = sorted(each.version for each in listed if each.deleted and each.version < newest and each.version not in spared)
+    return Verdict(kept, tuple(marked), victims(found, {*kept, *asked.saved}, keep, spared))
+
+
+def collect(run: Run, keep: Keep, asked: Retain, claim: int) -> Verdict:
+    """Performs a round for the owner whose claim is ``claim``, and returns what it has done.  Raises :class:`Exists` for another claim."""
+    found = judge(run, keep, asked, run.checkpoints.versions())
+    found = Verdict(found.kept, found.marked[:MOST], found.due[:MOST])
+    remove(run, found.marked, claim)
+    mark(run, found.due, "no rule keeps it", claim)
+    return found
+
+
+def mark(run: Run, versions: Iterable[Version], why: str, claim: int) -> None:
+    """Marks ``versions``.  Raises :class:`Exists` if the newest claim of the run is another one."""
+    for version in versions:
+        _check(run, claim)
+        run.checkpoints.mark(version, why)
+
+
+def remove(run: Run, versions: Iterable[Version], claim: int) -> None:
+    """Removes ``versions``, which are marked.  Raises :class:`Exists` if the newest claim of the run is another one."""
+    for version in versions:
+        _check(run, claim)
+        run.checkpoints.remove(version)
+
+
+def _check(run: Run, claim: int) -> None:
+    if (latest := run.latest_claim()) != claim:
+        raise Exists(f"{run.job.name}/owner/{latest:06d}.json", run.store.url)
+
+
+def as_it_stands(run: Run) -> Retain:
+    """Returns what a coordinator of the run would ask for, as the bucket knows the run."""
+    return saves.retained(run.standing(0, 0.0))
+
+
+class Retention:
+    """Performs the rounds of a coordinator on a thread of its own.  ``tell`` adds a sentence to the run's story."""
+
+    def __init__(self, run: Run, claim: int, tell: Callable[[str], None]) -> None:
+        self.run, self.claim, self.tell = run, claim, tell
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="retention")
+        self._waiting = 0
+        self._failed = False
+        """True if the last round failed: that is said once."""
+
+    def ask(self, asked: Retain) -> None:
+        """Performs a round for ``asked``, unless another one is asked for before it begins."""
+        self._waiting += 1
+        self._pool.submit(self._round, asked, self._waiting)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _round(self, asked: Retain, number: int) -> None:
+        if number != self._waiting:
+            return
+        try:
+            collect(self.run, self.run.job.keep(), asked, self.claim)
+        except Exists:
+            return  # another coordinator acts for the run, and deletes
+        except (StorageError, OSError) as error:
+            if not self._failed:
+                self.tell(f"old checkpoints could not be deleted: {error}; it is tried again after each save")
+            self._failed = True
+        else:
+            self._failed = False

@@ -1,0 +1,77 @@
+"""L7: the rules of retention, against one that asks of each checkpoint whether a rule wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.ids import Version
+from elastic.plan.retention import Found, Keep, reasons, victims
+
+pytestmark = pytest.mark.fast
+VERSIONS = st.builds(Version, st.integers(1, 12), st.integers(1, 3))
+KEEPS = st.builds(Keep, st.sampled_from([0, 2, 3, 5]), st.integers(0, 4), st.booleans())
+
+
+def wanted(version: Version, saved: Collection[Version], keep: Keep, best: Version | None, needed: Collection[Version]) -> bool:
+    """The slow rule: counts what stands between the version and what a rule asks for."""
+    newer = [each for each in saved if each > version]
+    older = [each for each in saved if each < version]
+    if keep.last == 0 or len(newer) < keep.last or version in needed or not newer:
+        return True
+    if keep.best and (best is None or not any(each >= best for each in saved)):
+        return True
+    if keep.best and best is not None and version >= best and not any(each >= best for each in older):
+        return True
+    multiples = range(keep.every, 13, keep.every) if keep.every else ()
+    return any(m <= version.step < m + keep.every and not any(m <= each.step for each in older) for m in multiples)
+
+
+@given(st.data())
+def test_l7_a_checkpoint_is_deleted_only_if_no_rule_keeps_it(data: st.DataObject) -> None:
+    saved = data.draw(st.sets(VERSIONS, max_size=9))
+    begun, spared, needed = (data.draw(st.sets(VERSIONS, max_size=4)) for _ in range(3))
+    keep, best = data.draw(KEEPS), data.draw(st.none() | VERSIONS)
+    abandoned = data.draw(st.sets(VERSIONS, max_size=4)) - saved
+    found = [*(Found(each, False) for each in saved | abandoned), *(Found(each, True) for each in begun - saved - abandoned)]
+    kept = reasons(saved, keep, best, needed)
+    assert set(kept) == {each for each in saved if wanted(each, saved, keep, best, needed)}
+    gone = set(victims(found, kept, keep, {*spared, *needed}))
+    newest = max(saved, default=Version(0, 0))
+    assert gone == {
+        each.version
+        for each in found
+        if each.version < newest
+        and each.version not in kept
+        and each.version not in spared | needed
+        and (keep.last or each.version not in saved | abandoned)
+    }
+    assert not gone & {newest, *spared, *needed, *sorted(saved)[-max(keep.last, 1) :]}
+    assert not {each for each in gone if each > newest}
+    if not keep.last:
+        assert not gone & (saved | abandoned), "the control: without a rule no checkpoint is deleted"
+
+
+def test_the_rules_one_by_one() -> None:
+    saved = [Version(step, 1) for step in range(100, 2100, 100)]
+    steps = lambda keep, best=None, needed=(): [each.step for each in reasons(saved, keep, best, needed)]  # noqa: E731
+    assert steps(Keep(last=3)) == [2000, 1900, 1800]
+    assert steps(Keep(last=2, every=500)) == [2000, 1900, 1500, 1000, 500]
+    assert steps(Keep(last=2, best=True), Version(700, 1)) == [2000, 1900, 700]
+    assert steps(Keep(last=2, best=True), Version(701, 1)) == [2000, 1900, 800], "the save was a few steps late"
+    assert len(steps(Keep(last=2, best=True))) == len(steps(Keep())) == 20, "as long as the best is not known nothing is deleted"
+    assert steps(Keep(last=2), None, (Version(300, 1),)) == [2000, 1900, 300]
+    named = reasons(saved, Keep(last=2, every=1000, best=True), Version(2000, 1), (Version(1000, 1),))
+    assert named[Version(2000, 1)] == ("newest", "last", "every", "best") and named[Version(1000, 1)] == ("every", "branch")
+
+
+def test_what_is_kept_stays_kept_as_saves_are_added() -> None:
+    """The rule is applied after each save to what it has left; it must leave the same as one look at all of them."""
+    keep, left = Keep(last=3, every=400), list[Version]()
+    for step in range(50, 5050, 50):
+        left = sorted(reasons([*left, Version(step, 1)], keep, None, ()))
+    assert left == sorted(reasons([Version(step, 1) for step in range(50, 5050, 50)], keep, None, ()))
+    assert [each.step for each in left] == [*range(400, 5000, 400), 4900, 4950, 5000]

@@ -60,7 +60,7 @@ def _parser() -> Parser:
     evaluate.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
     data = commands.add_parser("data", help="prepare datasets and look at them")
     _add_data(data.add_subparsers(metavar="command", required=True))
-    checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run")
+    checkpoint = commands.add_parser("checkpoint", help="look at the checkpoints of a run, and delete some")
     _add_checkpoint(checkpoint.add_subparsers(metavar="command", required=True))
     dtypes = commands.add_parser("dtypes", help="print the number formats: their bits, their range and their precision")
     dtypes.set_defaults(perform=_dtypes)
@@ -149,6 +149,12 @@ def _add_data(commands: Any) -> None:
 
 def _add_checkpoint(commands: Any) -> None:
     _takes_job(commands, "ls", _checkpoint_ls, "list the checkpoints")
+    rm = _takes_job(commands, "rm", _checkpoint_rm, "delete the checkpoint of a step, of a run that does not live")
+    gc = _takes_job(commands, "gc", _checkpoint_gc, "delete what no rule of the job keeps, and what saves have begun and never completed")
+    rm.add_argument("--step", type=int, required=True, help="step of the checkpoint")
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    for command in (rm, gc):
+        command.add_argument("--force", action="store_true", help="do so even if it is not certain that the run does not live")
     verify = _takes_job(commands, "verify", _checkpoint_verify, "check every digest of a checkpoint")
     export = _takes_job(commands, "export", _checkpoint_export, "write whole tensors as plain safetensors")
     for command in (verify, export):
@@ -411,20 +417,21 @@ def _show_data(known: Namespace) -> int:
 
 
 def _checkpoint_ls(known: Namespace) -> int:
-    from elastic.runs import Run
+    from actors.checkpoint_commands import ls
 
-    run = Run.begun(_job(known))
-    newest = run.newest()
-    table = Table("step", "generation", "files", "bytes", "layout", "state")
-    for listed in run.checkpoints.versions():
-        version, manifest = listed.version, listed.manifest
-        whole = "newest complete" if version == newest else "complete"  # the digests are not checked here
-        state = "damaged" if listed.damaged else "incomplete" if manifest is None else whole
-        files = manifest.files if manifest else ()
-        layout = "×".join(str(n) for n in manifest.about["layout"].values()) if manifest else ""
-        table.add_row(str(version.step), str(version.generation), str(len(files)), f"{sum(f.size for f in files):,}", layout, state)
-    console.print(table)
-    return 0
+    return ls(_job(known))
+
+
+def _checkpoint_rm(known: Namespace) -> int:
+    from actors.checkpoint_commands import rm
+
+    return rm(_job(known), known.step, known.force)
+
+
+def _checkpoint_gc(known: Namespace) -> int:
+    from actors.checkpoint_commands import gc
+
+    return gc(_job(known), known.dry_run, known.force)
 
 
 def _checkpoint_verify(known: Namespace) -> int:

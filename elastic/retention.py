@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic import branches
 from elastic.control import saves
@@ -39,16 +39,21 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed]) -> Verd
 
     Nothing is deleted unless the newest checkpoint of ``asked`` is there and good.
     """
-    listed, needed = list(listed), {Version(each["step"], each["generation"]) for each in branches.every(run.store, run.job.name)}
+    listed, branched = list(listed), needed(run)
     good = {each.version for each in listed if each.good and lineage.contains(asked.lineage, each.version)}
     newest = max(asked.saved, default=None)
-    kept = reasons((version for version in good if newest is None or version <= newest), keep, asked.best, needed)
+    kept = reasons((version for version in good if newest is None or version <= newest), keep, asked.best, branched)
     if newest not in kept:
         return Verdict(kept)
-    spared = {*asked.spared, *needed}
+    spared = {*asked.spared, *branched}
     found = [Found(each.version, each.manifest is None and not each.damaged) for each in listed if not each.deleted]
     marked = sorted(each.version for each in listed if each.deleted and each.version < newest and each.version not in spared)
     return Verdict(kept, tuple(marked), victims(found, {*kept, *asked.saved}, keep, spared))
+
+
+def needed(run: Run) -> dict[Version, int]:
+    """Returns the versions from which branches of the run go on, each with the number of the last one that does."""
+    return {Version(each["step"], each["generation"]): int(each["number"]) for each in branches.every(run.store, run.job.name)}
 
 
 def collect(run: Run, keep: Keep, asked: Retain, claim: int) -> Verdict:
@@ -80,12 +85,13 @@ def _check(run: Run, claim: int) -> None:
 
 
 def as_it_stands(run: Run) -> Retain:
-    """Returns what a coordinator of the run would ask for, as the bucket knows the run."""
-    return saves.retained(run.standing(0, 0.0))
+    """Returns what a coordinator of the run would ask for, as the bucket knows the run.  It counts on the newest checkpoint only."""
+    asked = saves.retained(run.standing(0, 0.0))
+    return replace(asked, saved=asked.saved[-1:])
 
 
 class Retention:
-    """Performs the rounds of a coordinator on a thread of its own.  ``tell`` adds a sentence to the run's story."""
+    """Performs the rounds of an owner of the run, a coordinator's on a thread of its own.  ``tell`` adds a sentence to the run's story."""
 
     def __init__(self, run: Run, claim: int, tell: Callable[[str], None]) -> None:
         self.run, self.claim, self.tell = run, claim, tell
@@ -97,14 +103,17 @@ class Retention:
     def ask(self, asked: Retain) -> None:
         """Performs a round for ``asked``, unless another one is asked for before it begins."""
         self._waiting += 1
-        self._pool.submit(self._round, asked, self._waiting)
+        self._pool.submit(self._newest, asked, self._waiting)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _round(self, asked: Retain, number: int) -> None:
-        if number != self._waiting:
-            return
+    def _newest(self, asked: Retain, number: int) -> None:
+        if number == self._waiting:
+            self.round(asked)
+
+    def round(self, asked: Retain) -> None:
+        """Performs a round, and says once if it fails.  The next one goes on with what it has left."""
         try:
             collect(self.run, self.run.job.keep(), asked, self.claim)
         except Exists:

@@ -132,8 +132,8 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "",
             ["--checkpoint", "1"],
-            "command line: '--checkpoint' is a section; its settings are --checkpoint.save-every, --checkpoint.keep-last, --checkpoint.keep-every, "
-            "--checkpoint.keep-best, --checkpoint.compare",
+            "command line: '--checkpoint' is a section; its settings are --checkpoint.save-every, --checkpoint.keep-last, "
+            "--checkpoint.keep-every, --checkpoint.keep-best, --checkpoint.compare",
         ),
         (
             "[batch_ramp]\nstart = 4",

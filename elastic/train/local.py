@@ -28,12 +28,14 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import written_by
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
+from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validated, told_of
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Work
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.story import Line, Sentence, Story
+from elastic.retention import Retention
 from elastic.runs import Run
 from elastic.state.heal import Healing, home_of
 from elastic.state.shard import Shard
@@ -159,6 +161,7 @@ class _Local:
         self.apply_fence = ApplyFence(Member(WORKER))
         self.story = Story(run.job.steps)
         self.health, self.skips, self.watched = start.health, start.skips, run.job.rules().watch
+        self.retention = Retention(run, self.incarnation, self.show_sentence)
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
     def train(self) -> tuple[str, str, int]:
@@ -248,6 +251,8 @@ class _Local:
             where = f"bucket = {self.session.job.bucket!r}"
             raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
         self.run.commit(version, [receipt], self.lineage, self.world.layout)
+        if self.session.job.checkpoint.keep_last:
+            self.retention.round(Retain((version,), self.lineage, None, (self.plan.version,)))
 
     def show_sentence(self, text: str) -> None:
         self.show(Sentence(time.time(), text))

@@ -108,7 +108,7 @@ IMPORTS = {
             "elastic",
             *("elastic.train.*", "elastic.state.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*"),
             *("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
-            *("elastic.config.sections", *NAMES),
+            *("elastic.config.sections", "elastic.retention", *NAMES),
         ),
         ("numpy", "torch"),
     ),

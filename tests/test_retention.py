@@ -1,0 +1,274 @@
+"""L7: rounds of deletions on a run in its bucket: what is protected, who may delete, and the commands that do."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from actors import checkpoint_commands
+from elastic import branches
+from elastic.errors import JobError, PlatformGaveUp
+from elastic.ids import Version
+from elastic.plan.layout import Layout
+from elastic.plan.retention import Keep
+from elastic.protocol.actions import Retain
+from elastic.protocol.lineage import Lineage, extended
+from elastic.retention import Retention, collect
+from elastic.runs import Run
+from storage.checkpoints import Checkpoints
+from storage.errors import Exists, Unavailable
+from storage.objects import ObjectStore
+from tests.storage.states import TENSORS, state_of, write
+from tests.support.stores import Forwarding
+from tests.support.toys import toy_job
+
+KEEP, STATE = Keep(last=2), state_of(TENSORS[:2], seed=1)
+_numbers = itertools.count()
+
+
+class Saved:
+    """A run with a checkpoint at each of ``steps``, all of generation 1, and a claim."""
+
+    def __init__(self, steps: range, **settings: object) -> None:
+        self.run = Run.open(toy_job(f"memory://retention-{next(_numbers)}", **settings))
+        self.claim, self.lineage = self.run.claim("local"), ((1, steps[-1]),)
+        for step in steps:
+            self.save(Version(step, 1), ((1, step),))
+
+    def save(self, version: Version, lineage: Lineage) -> None:
+        self.run.commit(version, write(self.run.checkpoints, version, STATE, 1), lineage, Layout())
+        self.lineage = lineage
+
+    def asked(self, *spared: Version, best: Version | None = None) -> Retain:
+        return Retain((Version(self.lineage[-1][1], self.lineage[-1][0]),), self.lineage, best, spared)
+
+    def rounds(self, keep: Keep = KEEP, asked: Retain | None = None) -> None:
+        for _ in range(2):
+            collect(self.run, keep, asked or self.asked(), self.claim)
+
+    def steps(self) -> list[int]:
+        """Returns the steps of which there is any object."""
+        return sorted({int(key.split("/")[2]) for key in self.run.store.list(f"{self.run.job.name}/steps/")})
+
+    def good(self) -> list[int]:
+        return [each.version.step for each in self.run.checkpoints.versions() if each.good]
+
+
+def test_l7_a_round_marks_and_the_next_one_removes() -> None:
+    saved = Saved(range(1, 7))
+    collect(saved.run, KEEP, saved.asked(), saved.claim)
+    assert saved.good() == [5, 6] and saved.steps() == [1, 2, 3, 4, 5, 6], "whoever reads one still can"
+    collect(saved.run, KEEP, saved.asked(), saved.claim)
+    assert saved.good() == saved.steps() == [5, 6]
+    control = Saved(range(1, 7))
+    control.rounds(Keep())
+    assert control.good() == [1, 2, 3, 4, 5, 6], "the control: without a rule nothing is deleted"
+
+
+def test_l7_what_is_needed_is_never_deleted() -> None:
+    """A branch, what is read or on its way, the best, what is newer than the newest good one, and all of it without a good one."""
+    saved = Saved(range(1, 9))
+    write(saved.run.checkpoints, Version(2, 1), STATE, 2)
+    write(saved.run.checkpoints, Version(4, 7), STATE, 1)  # begun by a dead generation
+    write(saved.run.checkpoints, Version(5, 7), STATE, 1)  # on its way
+    write(saved.run.checkpoints, Version(9, 7), STATE, 1)  # newer
+    job = saved.run.job
+    branches.begin(saved.run.store, job.replace(steps=99), job, Version(2, 1), 0.0)
+    saved.rounds(Keep(last=2, best=True), saved.asked(Version(5, 7), Version(3, 1), best=Version(6, 1)))
+    left = {each.version for each in saved.run.checkpoints.versions()}
+    assert left == {*(Version(step, 1) for step in (2, 3, 6, 7, 8)), Version(5, 7), Version(9, 7)}
+    assert all(saved.run.checkpoints.verify(version).good for version in left if version.generation == 1)
+    for step in (2, 3, 6, 7, 8):
+        saved.run.checkpoints.quarantine(Version(step, 1), "all are damaged")
+    saved.rounds()
+    assert {each.version for each in saved.run.checkpoints.versions()} == left, "there is no good one"
+
+
+def test_l7_what_a_fall_back_abandoned_is_collected_once_the_run_has_passed_it() -> None:
+    saved = Saved(range(1, 7))
+    line = extended(((1, 3),), Version(5, 2))
+    saved.save(Version(5, 2), line)
+    saved.rounds()
+    assert [each.version for each in saved.run.checkpoints.versions()] == [Version(3, 1), Version(5, 2), Version(6, 1)]
+    saved.save(Version(7, 2), extended(line, Version(7, 2)))
+    saved.rounds()
+    assert [each.version for each in saved.run.checkpoints.versions()] == [Version(5, 2), Version(7, 2)]
+    assert saved.run.newest() == Version(7, 2)
+
+
+def test_l7_an_owner_that_was_replaced_deletes_nothing() -> None:
+    saved = Saved(range(1, 7))
+    collect(saved.run, KEEP, saved.asked(), saved.claim)
+    saved.run.claim("elsewhere", "another life")
+    with pytest.raises(Exists):
+        collect(saved.run, KEEP, saved.asked(), saved.claim)
+    assert saved.steps() == [1, 2, 3, 4, 5, 6]
+    collect(saved.run, KEEP, saved.asked(), saved.claim + 1)
+    assert saved.steps() == [5, 6], "the control: the next one ends what this one has begun"
+
+
+class Down(Forwarding):
+    """Deletes nothing as long as it is down."""
+
+    down = True
+
+    def delete(self, key: str) -> None:
+        if self.down:
+            raise Unavailable(key, "503")
+        super().delete(key)
+
+
+def test_a_bucket_that_refuses_is_said_once_and_tried_again() -> None:
+    saved, said = Saved(range(1, 7)), list[str]()
+    store = Down(saved.run.store)
+    run = Run(saved.run.job.replace(checkpoint={"keep_last": 2}), store)
+    rounds = Retention(run, saved.claim, said.append)
+    for _ in range(3):
+        rounds.round(saved.asked())
+    assert len(said) == 1 and "could not be deleted" in said[0] and "503" in said[0] and saved.steps() == [1, 2, 3, 4, 5, 6]
+    store.down = False
+    rounds.round(saved.asked())
+    assert saved.steps() == [5, 6] and len(said) == 1
+
+
+def test_l7_an_owner_that_dies_in_the_middle_of_a_deletion_leaves_it_to_the_next() -> None:
+    """Each call that writes or deletes is the last one of its owner; the next owner's newest one is as good, and it ends the deletion."""
+
+    class Dies(Forwarding):
+        left = 0
+
+        def put_if_absent(self, key: str, data: object) -> None:
+            self._tick()
+            super().put_if_absent(key, data)  # type: ignore[arg-type]
+
+        def delete(self, key: str) -> None:
+            self._tick()
+            super().delete(key)
+
+        def _tick(self) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+
+    for calls in itertools.count():
+        saved = Saved(range(1, 6))
+        store = Dies(saved.run.store)
+        store.left = calls
+        mortal = Run(saved.run.job, store)
+        try:
+            for _ in range(2):
+                collect(mortal, KEEP, saved.asked(), saved.claim)
+        except KeyboardInterrupt:
+            pass
+        assert saved.run.newest() == Version(5, 1) and {4, 5} <= set(saved.good())
+        assert all(saved.run.checkpoints.verify(Version(step, 1)).good for step in saved.good())
+        saved.claim = saved.run.claim("next")
+        saved.rounds()
+        assert saved.steps() == saved.good() == [4, 5]
+        if store.left >= 0:
+            break
+    assert calls >= 3 * 5
+
+
+def test_l7_five_hundred_saves_leave_a_bounded_bucket() -> None:
+    """Every save is followed by a round, as in a run; every tenth leaves parts of a save that died."""
+    saved, sizes = Saved(range(1, 2)), list[int]()
+    for step in range(2, 502):
+        saved.save(Version(step, 1), ((1, step),))
+        if step % 10 == 0:
+            write(saved.run.checkpoints, Version(step, 9), STATE, 3)
+        collect(saved.run, Keep(last=3, every=200), saved.asked(), saved.claim)
+        sizes.append(len(saved.run.store.list(f"{saved.run.job.name}/steps/")))
+    assert max(sizes[250:]) <= max(sizes[:50]) + 2 * 3, "what grows is one checkpoint of three objects in 200 steps"
+    assert saved.good() == [200, 400, 499, 500, 501]
+
+
+# ---- commands
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[str]]]:
+    """Returns a run that has ended, in a folder, and the list to which commands say what they do."""
+
+    def make(steps: int = 6, **settings: object) -> tuple[Run, list[str]]:
+        run, said = Run.open(toy_job(tmp_path / "bucket", **settings)), list[str]()
+        for step in range(1, steps + 1):
+            run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
+        run.claim("local")
+        monkeypatch.setattr(checkpoint_commands, "say", lambda text, *style: said.append(text))
+        return run, said
+
+    return make
+
+
+def test_l7_rm_deletes_one_and_refuses_what_is_needed(ended: Callable[..., tuple[Run, list[str]]]) -> None:
+    run, said = ended()
+    branches.begin(run.store, run.job.replace(steps=99), run.job, Version(3, 1), 0.0)
+    for step, why in ((6, "the newest good checkpoint"), (3, "branch 2 of toy goes on from there"), (9, "has no checkpoint of that step")):
+        with pytest.raises(JobError, match=rf"--step {step}\b.*{why}"):
+            checkpoint_commands.rm(run.job, step, force=False)
+    assert len(run.checkpoints.versions()) == 6
+    assert checkpoint_commands.rm(run.job, 2, force=False) == 0
+    assert said == ["step 2 of generation 1 is deleted"]
+    assert [each.version.step for each in run.checkpoints.versions()] == [1, 3, 4, 5, 6]
+
+
+def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple[Run, list[str]]]) -> None:
+    run, said = ended(checkpoint={"keep_last": 2, "keep_every": 3})
+    write(run.checkpoints, Version(2, 8), STATE, 1)
+    run.checkpoints.mark(Version(1, 1), "a round that was the last of its coordinator")
+    every = checkpoint_commands.gc(run.job.replace(checkpoint={"keep_last": 0}), dry=True, force=False)
+    assert every == 0 and said[-1] == "2 would be deleted, 5 kept; checkpoint.keep_last = 0 keeps all that are complete"
+    said.clear()
+    assert checkpoint_commands.gc(run.job, dry=True, force=False) == 0
+    assert said == [
+        "step 1 of generation 1 would be deleted: its deletion has begun",
+        "step 2 of generation 1 would be deleted: no rule keeps it",
+        "step 2 of generation 8 would be deleted: never completed",
+        "step 4 of generation 1 would be deleted: no rule keeps it",
+        "4 would be deleted, 3 kept",
+    ]
+    assert len(run.checkpoints.versions()) == 7, "it only said so"
+    assert checkpoint_commands.gc(run.job, dry=False, force=False) == 0
+    assert [each.version.step for each in run.checkpoints.versions()] == [3, 5, 6]
+    assert all(run.checkpoints.verify(each.version).good for each in run.checkpoints.versions())
+
+
+def test_l7_a_run_that_may_live_is_left_alone(ended: Callable[..., tuple[Run, list[str]]]) -> None:
+    run, _ = ended(checkpoint={"keep_last": 2})
+    run.claim("127.0.0.1:1", "a cluster that cannot be reached")
+    for command in (lambda force: checkpoint_commands.rm(run.job, 1, force), lambda force: checkpoint_commands.gc(run.job, False, force)):
+        with pytest.raises(PlatformGaveUp, match=r"cannot be reached from here.*--force"):
+            command(False)
+    assert len(run.checkpoints.versions()) == 6
+    assert checkpoint_commands.gc(run.job, dry=False, force=True) == 0
+    assert len(run.checkpoints.versions()) == 2
+
+
+def test_a_command_ends_when_the_run_begins_again(ended: Callable[..., tuple[Run, list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = ended(checkpoint={"keep_last": 2})
+    mark = Checkpoints.mark
+
+    def marks(self: Checkpoints, version: Version, why: str) -> None:
+        mark(self, version, why)
+        run.claim("elsewhere", "a new life")
+
+    monkeypatch.setattr(Checkpoints, "mark", marks)
+    with pytest.raises(PlatformGaveUp, match="another command has begun to train toy"):
+        checkpoint_commands.gc(run.job, dry=False, force=False)
+    assert len(run.checkpoints.versions()) == 6
+
+
+def test_ls_says_what_keeps_a_checkpoint(ended: Callable[..., tuple[Run, list[str]]], capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = ended(checkpoint={"keep_last": 2, "keep_every": 3})
+    run.checkpoints.mark(Version(1, 1), "a test")
+    assert checkpoint_commands.ls(run.job) == 0
+    rows = [re.split(r" *│ *", line)[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    found = {row[0]: (row[5], row[6]) for row in rows}
+    assert found["1"] == ("being deleted", "") and found["2"] == ("complete", "") and found["3"] == ("complete", "every")
+    assert found["5"] == ("complete", "last") and found["6"] == ("newest complete", "last, every")
+    assert ObjectStore.open(run.job.bucket).exists(f"{run.checkpoints.folder(Version(2, 1))}/MANIFEST.json")

@@ -37,7 +37,7 @@ def test_l7_after_a_save_the_run_counts_only_on_what_the_rules_keep() -> None:
 
 
 def test_l7_if_the_newest_is_damaged_the_one_before_is_there() -> None:
-    """The one before is the next to be deleted.  It stays for as long as the world that has begun from it lasts."""
+    """A checkpoint that is due to be deleted stays as long as there is a world that has begun from it."""
     saved = (Version(5, 1), Version(10, 1))
     play = Play(rules(max_workers=2, save_every=5, keep=Keep(last=2)), RunState.begin(2, 0.0, saved, ((1, 12),), 1))
     play.tell(ev.Capacity(2))

@@ -359,7 +359,10 @@ class Cluster:
     def retain(self, action: Retain) -> None:
         """Deletes at once what no rule keeps; the product takes two rounds."""
         kept = {*action.saved, *action.spared}
-        self.bucket.manifests -= {version for version in self.bucket.manifests if version < max(action.saved) and version not in kept}
+        gone = {version for version in self.bucket.manifests if version < max(action.saved) and version not in kept}
+        self.bucket.manifests -= gone
+        self.sim.oracle.counting -= gone
+        self.sim.oracle.occasions["checkpoints are deleted"] += bool(gone)
 
     def user_error(self, worker: Worker, step: int) -> bool:
         """Returns whether the user's code raises, which it does on the worker that has the microbatch of the bad sample."""

@@ -54,7 +54,7 @@ class Strike:
 
 @pytest.mark.must_run_in_ci
 def test_l7_a_coordinator_dies_in_the_middle_of_a_deletion(tmp_path: Path) -> None:
-    """Which saves there were is read from the journal: while one is on its way no other one begins."""
+    """The journal says which saves there were: while one is on its way no other one begins."""
     control = job_of(tmp_path / "alone", "local")
     reference = alone(control)
     assert len(good(Run.open(control))) == STEPS // 2, "the control: without a rule nothing is deleted"

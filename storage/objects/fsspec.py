@@ -99,6 +99,18 @@ class Fsspec(ObjectStore):
         with suppress(Missing):
             self._call(key, "rm_file", self._path(key))
 
+    def tidy(self, folder: str) -> None:
+        """Removes the folder, and the one above it, if they are there without objects: some filesystems have real folders.
+
+        It is never called for others, of which some take ``rmdir`` for the removal of a whole bucket.
+        """
+        for each in (folder, f"{folder.rstrip('/').rpartition('/')[0]}/"):
+            above, _, name = each.rstrip("/").rpartition("/")
+            if self.list(each) or f"{name}/" not in self.children(f"{above}/" if above else ""):
+                return
+            with suppress(Missing, Unavailable):  # somebody else has removed it, or writes there after all
+                self._call(each, "rmdir", f"{self.root}/{each}".rstrip("/"))
+
     def _call(self, key: str, verb: str, *arguments: Any, moved_bytes: int = 0, **options: Any) -> Any:
         """Calls the filesystem until it answers.  Raises :class:`Missing`, :class:`Unavailable`, or :class:`FileExistsError`."""
         name, call = self.full_name(key), partial(getattr(self.filesystem, verb), *arguments, **options)

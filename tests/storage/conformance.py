@@ -49,6 +49,22 @@ class Conformance:
         store.put("empty", b"")
         assert store.get("empty", start, stop) == b""
 
+    def test_a_folder_without_objects_is_gone_once_it_is_tidied(self, store: ObjectStore) -> None:
+        """The control: a folder with objects keeps them."""
+        keys = ["run/steps/1/g1/a", "run/steps/1/g2/a"]
+        for key in keys:
+            store.put(key, b"")
+        store.tidy("run/steps/1/g1/")
+        assert store.list() == keys
+        for key, left in zip(keys, (["1/"], []), strict=True):
+            store.delete(key)
+            store.tidy(f"{key[:-1]}")
+            store.tidy(f"{key[:-1]}")
+            assert store.children("run/steps/") == left
+            assert store.children("run/steps/1/") == (["g2/"] if left else [])
+        store.put(keys[0], b"again")
+        assert store.list() == keys[:1]
+
     def test_missing(self, store: ObjectStore) -> None:
         store.put("folder/a", b"")
         for key in ("b", "folder", "folder/b", "folder/a/b"):

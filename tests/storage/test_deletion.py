@@ -17,6 +17,7 @@ from storage.checkpoints import Checkpoints
 from storage.checkpoints.manifest import DELETED, MANIFEST
 from storage.errors import Unavailable
 from storage.objects import Data, ObjectStore
+from storage.objects.port import PARTIAL
 from storage.slices import Version
 from tests.storage.killed_deletion import BEFORE, BEGUN, NEWEST, OLD, prepare
 from tests.support.patience import PATIENCE_S
@@ -152,3 +153,15 @@ def test_l7_killed_at_every_boundary_of_a_deletion(tmp_path: Path) -> None:
         left = sorted(path.name for path in (tmp_path / str(boundary) / "run" / "steps").iterdir())
         assert left == [f"{version.step:012d}" for version in (BEFORE, NEWEST)], "no folder and no partial file is left"
     sound(Checkpoints(ObjectStore.open(str(tmp_path / str(undisturbed[0]))), "run"))
+
+
+def test_what_a_dead_writer_left_half_written_goes_with_its_folder(tmp_path: Path) -> None:
+    """A file that was never renamed is no object, so nobody lists it; it takes room all the same."""
+    checkpoints = Checkpoints(ObjectStore.open(str(tmp_path)), "run")
+    prepare(checkpoints)
+    for version in (OLD, NEWEST):
+        (tmp_path / checkpoints.folder(version) / f"{PARTIAL}0123").write_bytes(b"half")
+    delete(checkpoints, OLD)
+    assert not (tmp_path / checkpoints.folder(OLD)).parent.exists()
+    checkpoints.store.tidy(f"{checkpoints.folder(NEWEST)}/")
+    assert checkpoints.verify(NEWEST).good, "the control: objects stay"

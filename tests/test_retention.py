@@ -272,3 +272,22 @@ def test_ls_says_what_keeps_a_checkpoint(ended: Callable[..., tuple[Run, list[st
     assert found["1"] == ("being deleted", "") and found["2"] == ("complete", "") and found["3"] == ("complete", "every")
     assert found["5"] == ("complete", "last") and found["6"] == ("newest complete", "last, every")
     assert ObjectStore.open(run.job.bucket).exists(f"{run.checkpoints.folder(Version(2, 1))}/MANIFEST.json")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "validated", "said"),
+    [
+        ({"keep_last": 1}, 0, "keep_last = 1 leaves nothing to go on from .* set it to 2 or more, or to 0"),
+        ({"keep_every": 500}, 0, "keep_every = 500 with checkpoint.keep_last = 0, which keeps all"),
+        ({"keep_best": True}, 100, "keep_best = true with checkpoint.keep_last = 0, which keeps all"),
+        ({"keep_last": 2, "keep_best": True}, 0, "keep_best = true with validation.every = 0: only what is both validated and saved"),
+        ({"keep_last": 2, "keep_best": True, "save_every": 40}, 100, "a multiple of checkpoint.save_every = 40"),
+    ],
+)
+def test_rules_that_cannot_work_are_refused(checkpoint: dict[str, object], validated: int, said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        toy_job("/bucket", checkpoint=checkpoint, validation={"every": validated})
+    good = toy_job(
+        "/bucket", checkpoint={"save_every": 50, "keep_last": 2, "keep_every": 500, "keep_best": True}, validation={"every": 100}
+    )
+    assert good.keep() == good.rules().keep == Keep(2, 500, best=True), "the control"

@@ -105,6 +105,8 @@ def _add_run_commands(commands: Any) -> None:
     replay = _takes_job(commands, "replay", _replay, story, file="a job file (TOML), or a file of a journal")
     replay.add_argument("--check", action="store_true", help="decide everything again, and show where this version decides otherwise")
     replay.add_argument("--layers", action="store_true", help="show the norms of the gradients of layers, too, where they are recorded")
+    metrics = _takes_job(commands, "metrics", _metrics, "print the metrics of a run, one line of JSON for each step")
+    metrics.add_argument("--csv", action="store_true", help="print them as CSV")
 
 
 def _add_faults(commands: Any) -> None:
@@ -327,6 +329,20 @@ def _replay(known: Namespace) -> int:
     worded = {each.n for each in found} - other
     say(f"{decisions} decisions: this version decides {len(other)} otherwise and words {len(worded)} differently")
     return 1 if other else 0
+
+
+def _metrics(known: Namespace) -> int:
+    from elastic.metrics import rows_of
+    from elastic.report.metrics import csv_table, json_line
+    from elastic.runs import Run
+
+    rows = rows_of(Run.begun(_job(known)))
+    if known.csv:
+        print(csv_table(list(rows)), end="")
+    else:
+        for row in rows:
+            print(json_line(row))
+    return 0
 
 
 def _journal_of(path: Path) -> list[Segment]:

@@ -35,6 +35,7 @@ from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
+from elastic.metrics import Recorder
 from elastic.protocol import authority
 from elastic.protocol.authority import Audience, Authority
 from elastic.protocol.builds import Build
@@ -348,6 +349,7 @@ class Coordinator:
     def _run(self) -> None:
         """Runs until the run is over and nothing of it is left; then this actor ends too."""
         keep_going(partial(self.replicas.keep_lease, self.over), "lease", self._say)
+        metrics = Recorder(self.run, self._say)
         try:
             if self.again:
                 self._take_over()
@@ -368,6 +370,7 @@ class Coordinator:
             if self.journal.behind:
                 self.story.say(time.time(), f"the end of the run could not be written to the bucket: {self.journal.behind}")
             self.group.reap(GRACE_S)
+            metrics.close()
             shutil.rmtree(log_folder(self.token), ignore_errors=True)  # a late worker may have made it again after the last keeper left
         except Exception:  # the process boundary: drivers wait for the end
             self.story.say(time.time(), f"the run has left something on its nodes; elastic clean removes it\n{traceback.format_exc()}")

@@ -30,9 +30,14 @@ def stored(store: ObjectStore, name: str) -> dict[str, Any] | None:
         found: dict[str, Any] = _read(store, name, number)["job"]
         return found
     with suppress(Missing):
-        found = json.loads(store.get(f"{name}/job.json"))["job"]
-        return found
+        return first(store, name)
     return None
+
+
+def first(store: ObjectStore, name: str) -> dict[str, Any]:
+    """Returns the job with which the run began."""
+    found: dict[str, Any] = json.loads(store.get(f"{name}/job.json"))["job"]
+    return found
 
 
 def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:

@@ -1,11 +1,165 @@
-"""Gives the numbers of a committed step by name, for whatever draws or stores them."""
+"""The numbers of committed steps by name: one flat row for each step, for whatever draws or stores them.
+
+:class:`Rows` collects them from the journal, which has everything in it.  A row is *final* once a good checkpoint is at its step or after
+it: a run never falls back behind its newest good checkpoint, so the step is not done again.
+"""
 
 from __future__ import annotations
 
-from elastic.protocol.commit_record import Outcome
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from elastic.control import codec
+from elastic.ids import Version
+from elastic.protocol.commit_record import Outcome, Validated
+from elastic.protocol.events import StepDone, Work
+from elastic.protocol.lineage import Lineage, contains
+from elastic.report.speed import Speed
+
+Row = dict[str, float]
+"""The numbers of one step by name.  A number that is not known is left out."""
+
+COLUMNS = (
+    *("step", "final", "generation", "time", "loss", "norm", "lr", "tokens", "skipped", "world", "validation_loss", "validation_terms"),
+    *("step_s", "tokens_per_s", "data_wait", "mfu", "causal_mfu", "peak_bytes", "reserved_bytes", "copied_through", "buddied_through"),
+)
+"""The names in the order of a table; the norms of layers, as "norm/layers.3", follow."""
 
 
-def metrics(outcome: Outcome) -> dict[str, float]:
+def metrics(outcome: Outcome) -> Row:
     """Returns the loss, the norm, the tokens and, if the commit tells them, the norms of the layers: {"loss": .., "norm/layers.3": ..}."""
     layers = {f"norm/{name}": norm for name, norm in outcome.layer_norms.items()}
     return {"loss": outcome.loss, "norm": outcome.norm, "tokens": float(outcome.tokens), **layers}
+
+
+def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, world: int = 0) -> Row:
+    """Returns the row of a step.  ``at`` is its wall-clock time, ``world`` the number of members (0: not known)."""
+    usage, speed = outcome.usage, Speed()
+    speed.add(outcome, work)
+    row = {"step": outcome.step, "generation": outcome.generation, "time": at, "lr": lr, "skipped": int(not outcome.finite)}
+    row |= metrics(outcome) | {"tokens": outcome.tokens}
+    known = {"world": world, "step_s": usage.step_s, "peak_bytes": usage.peak_bytes, "reserved_bytes": usage.reserved_bytes}
+    known |= {"tokens_per_s": outcome.tokens / usage.step_s, "data_wait": usage.data_wait} if usage.step_s else {}
+    known |= {"mfu": speed.mfu, "causal_mfu": speed.causal_mfu}
+    row |= {name: value for name, value in known.items() if value or (name == "data_wait")}
+    copied = {"copied_through": outcome.copied_through, "buddied_through": outcome.buddied_through}
+    return row | {name: step for name, step in copied.items() if step >= 0}
+
+
+def with_validation(row: Row, found: Validated | None) -> Row:
+    """Returns the row of a step after which the held-out samples had the loss ``found``."""
+    return row if found is None else {**row, "validation_loss": found.mean, "validation_terms": found.count}
+
+
+def version_of(row: Row) -> Version:
+    return Version(int(row["step"]), int(row["generation"]))
+
+
+class Rows:
+    """The rows of a run, from the segments of its journal, which are read piece by piece, in order.
+
+    ``lr`` returns the learning rate of a version.
+    """
+
+    def __init__(self, lr: Callable[[Version], float]) -> None:
+        self._lr = lr
+        self._history: dict[str, Any] = {"lineage": [], "saved": [], "untold": []}
+        """What the history of the run says after the last record that was read."""
+        self._rows: dict[Version, Row] = {}
+        self._validated: dict[tuple[int, Version], Validated] = {}
+        """What was found after a step, by that step and the commit that tells it."""
+        self._worlds: dict[int, int] = {}
+        """The number of members, by generation."""
+
+    def read(self, snapshot: Mapping[str, Any] | None, records: Sequence[Mapping[str, Any]]) -> None:
+        """Reads records in today's format.  ``snapshot`` stands before them; None: they continue those that were read last."""
+        if snapshot is not None:
+            self._history = {name: snapshot["run"]["history"].get(name, []) for name in self._history}
+            self._note_plan(snapshot["run"]["state"].get("plan"))
+        self._history = {name: codec.field_after(({"run": {"history": self._history}}, records), "history", name) for name in self._history}
+        for record in records:
+            for action in record["actions"]:
+                self._note_plan(action.get("plan"))
+            self._note_commits(record)
+
+    @property
+    def lineage(self) -> Lineage:
+        lineage: Lineage = codec.decode(Lineage, self._history["lineage"])
+        return lineage
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest good checkpoint; 0 without one."""
+        return max((each["step"] for each in self._history["saved"]), default=0)
+
+    @property
+    def told(self) -> int:
+        """The step up to which every commit was told; only a coordinator that died knew of those that were not."""
+        untold, reached = self._history["untold"], max((step for _, step in self._history["lineage"]), default=0)
+        return min(untold) - 1 if untold else reached
+
+    def surviving(self) -> list[Row]:
+        """Returns the rows of the surviving lineage, in order, each step once."""
+        lineage = self.lineage
+        versions = sorted(version for version in self._rows if contains(lineage, version))
+        found = {version.step: self._rows[version] for version in versions}
+        for (step, by), validated in self._validated.items():
+            if step in found and contains(lineage, by):
+                found[step] = with_validation(found[step], validated)
+        return [found[step] for step in sorted(found)]
+
+    def forget(self, step: int) -> None:
+        """Forgets all rows up to ``step``: they are stored."""
+        self._rows = {version: row for version, row in self._rows.items() if version.step > step}
+        self._validated = {of: found for of, found in self._validated.items() if of[0] > step}
+
+    def _note_plan(self, plan: Mapping[str, Any] | None) -> None:
+        if plan and "members" in plan:
+            self._worlds[plan["generation"]] = len(plan["members"])
+
+    def _note_commits(self, record: Mapping[str, Any]) -> None:
+        done = {each["worker"]: each for each in codec.parts_of(record["event"]) if each["$"] == StepDone.__name__}
+        work = next((codec.decode(Work, each["work"]) for each in done.values() if each.get("work")), None)
+        for commit in record.get("commits", ()):
+            outcome: Outcome = codec.decode(Outcome, commit)
+            version, world = Version(outcome.step, outcome.generation), self._worlds.get(outcome.generation, 0)
+            if version not in self._rows:
+                self._rows[version] = row_of(record["at"], outcome, self._lr(version), work, world)
+            if outcome.validated is not None:
+                self._validated[outcome.step - 1, version] = outcome.validated
+        for each in done.values():
+            if each.get("validated"):  # after the last step of the run; no commit follows
+                last = Version(each["outcome"]["step"], each["outcome"]["generation"])
+                self._validated[last.step, last] = codec.decode(Validated, each["validated"])
+
+
+# ---- as text
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line of JSON, with the names in order.  JSON has no number that is not finite: null stands for it."""
+    return json.dumps({name: row[name] if math.isfinite(row[name]) else None for name in in_order(row)})
+
+
+def row_from(line: str) -> Row:
+    """Returns the row of which :func:`json_line` made ``line``; a number that was not finite is NaN."""
+    return {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+
+
+def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the rows as CSV, with a column for each name that any of them has."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, in_order({name for row in rows for name in row}), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Returns names in the order of a table."""
+    there = list(names) if isinstance(names, Mapping) else sorted(names)
+    return [*(name for name in COLUMNS if name in there), *(name for name in there if name not in COLUMNS)]

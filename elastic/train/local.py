@@ -24,6 +24,7 @@ from elastic.engine.world import World
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
+from elastic.metrics import store_rows
 from elastic.plan.layout import Layout
 from elastic.plan.placement import written_by
 from elastic.plan.transfer import Holding
@@ -34,6 +35,7 @@ from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Work
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
+from elastic.report.metrics import Row, row_of, with_validation
 from elastic.report.story import Line, Sentence, Story
 from elastic.retention import Retention
 from elastic.runs import Run
@@ -162,6 +164,10 @@ class _Local:
         self.story = Story(run.job.steps)
         self.health, self.skips, self.watched = start.health, start.skips, run.job.rules().watch
         self.retention = Retention(run, self.incarnation, self.show_sentence)
+        self.rows: list[Row] = []
+        """The metrics of the steps since the last save."""
+        self.found: tuple[int, Validated] | None = None
+        """The newest validation, and the step after which it was made."""
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
     def train(self) -> tuple[str, str, int]:
@@ -181,6 +187,7 @@ class _Local:
                 step = outcome.step
                 self._committed(outcome, state.arithmetic.of(outcome))
                 if due(step, job.checkpoint.save_every, job.steps) or self.skips.failed:
+                    self._validated(state, step)  # it belongs to the metrics of this step, which are stored with the save
                     self._save(state)
                 if self.skips.failed:
                     raise JobError(f"{self.skips.failed}; resumes from step {step}")
@@ -202,9 +209,12 @@ class _Local:
         """Returns what the state after ``step`` loses on held-out samples, if it is due, and shows it."""
         if not self.session.job.validates(step):
             return None
-        found = validate(self.session, state, self.apply_fence, step)
-        self.show_sentence(told_of(step, found))
-        return found
+        if self.found is None or self.found[0] != step:
+            self.found = step, validate(self.session, state, self.apply_fence, step)
+            self.show_sentence(told_of(step, self.found[1]))
+            if self.rows:
+                self.rows[-1] = with_validation(self.rows[-1], self.found[1])
+        return self.found[1]
 
     def _healed(self) -> State:
         """Returns the state of the newest readable checkpoint.  A damaged checkpoint is quarantined, and never read again."""
@@ -229,7 +239,9 @@ class _Local:
 
     def _committed(self, outcome: Outcome, work: Work) -> None:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
-        self.story.step(time.time(), outcome, (WORKER,), learning_rate_of(self.session.job, outcome.step), work)
+        at, lr = time.time(), learning_rate_of(self.session.job, outcome.step)
+        self.rows.append(row_of(at, outcome, lr, work, 1))
+        self.story.step(at, outcome, (WORKER,), lr, work)
         self.show(self.story.lines[-1])
         self.skips, said = note(self.skips, outcome, self.watched, ends=outcome.step == self.session.job.steps)
         if said:
@@ -247,9 +259,11 @@ class _Local:
             )
         try:
             receipt = save_here(self.run.checkpoints, state, lambda: self.session.faults.strike("save", version.step, self.world))
+            store_rows(self.run.store, self.run.job.name, self.rows)  # before the save counts, or else a crash in between loses them
         except (StorageError, OSError) as error:
             where = f"bucket = {self.session.job.bucket!r}"
             raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
+        self.rows.clear()
         self.run.commit(version, [receipt], self.lineage, self.world.layout)
         if self.session.job.checkpoint.keep_last:
             self.retention.round(Retain((version,), self.lineage, None, (self.plan.version,)))

@@ -10,7 +10,7 @@ from storage.journal.journal import (
     owners,
 )
 from storage.journal.objects import Json, Segment, unpacked
-from storage.journal.reading import Newest, newest, parse, read, records
+from storage.journal.reading import Newest, newest, parse, read, records, since
 
 __all__ = [
     "CONTINUATIONS",
@@ -27,5 +27,6 @@ __all__ = [
     "parse",
     "read",
     "records",
+    "since",
     "unpacked",
 ]

@@ -22,6 +22,20 @@ def read(store: ObjectStore, run: str) -> list[Segment]:
     return _segments(store, sorted(store.list(f"{run}/journal/"), key=first_of))
 
 
+def since(store: ObjectStore, run: str, first: int) -> list[Segment]:
+    """Returns the objects in the bucket from the one that begins with record ``first`` on, each as its head and its records.
+
+    A head is a snapshot, or a reference to the object with the last one ("continues").  If the oldest objects are gone, it begins with
+    those that are there.
+    """
+    newest = _last(store, f"{run}/journal/")
+    if newest is None or first_of(newest) < first:
+        return []
+    if first == 0:  # also those of earlier releases, and the first one that is there
+        return list(_objects(store, sorted(store.list(f"{run}/journal/"), key=first_of)))
+    return list(_objects(store, _between(store, run, first, first_of(newest) + 1)))
+
+
 class Newest:
     """Reads the end of a journal in the bucket, again and again if it must, and parses no object twice."""
 

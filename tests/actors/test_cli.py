@@ -136,7 +136,7 @@ def test_a_cluster_that_does_not_start_is_said_in_a_sentence(tmp_path: Path) -> 
 
 
 OF_A_RUN = (
-    *(["status", "--once"], ["attach"], ["stop"], ["logs"], ["replay"], ["replay", "--check"], ["chaos"]),
+    *(["status", "--once"], ["attach"], ["stop"], ["logs"], ["replay"], ["replay", "--check"], ["metrics"], ["chaos"]),
     *(["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export", "--to", "there"]),
 )
 
@@ -255,7 +255,8 @@ def test_settings_prints_the_page_of_the_guide(capsys: Shown) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "train", "settings", "status", "attach", "stop", "clean", "logs", "replay", "chaos", "simulate", "data", "checkpoint"]
+    "command",
+    ["", "train", "settings", "status", "attach", "stop", "clean", "logs", "replay", "metrics", "chaos", "simulate", "data", "checkpoint"],
 )
 def test_every_command_has_help(command: str, capsys: Shown) -> None:
     with pytest.raises(SystemExit) as ended:

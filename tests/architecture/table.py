@@ -66,6 +66,12 @@ IMPORTS = {
     "elastic.retention": Row(
         ("elastic.branches", "elastic.control.saves", "elastic.protocol.*", "elastic.plan.*", "elastic.runs", "storage.*", *NAMES)
     ),
+    "elastic.metrics": Row(
+        (
+            *("elastic.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.protocol.lineage"),
+            *("elastic.report.metrics", "elastic.runs", "storage.*", *NAMES),
+        )
+    ),
     "elastic.kernels": Row(("elastic.kernels.*",), ("torch",)),
     "elastic.kernels.triton_kernels": Row((), ("torch", "triton")),
     "elastic.models": Row(("elastic.models.*", "elastic.kernels.*"), ("torch",)),
@@ -108,7 +114,7 @@ IMPORTS = {
             "elastic",
             *("elastic.train.*", "elastic.state.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*"),
             *("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
-            *("elastic.config.sections", "elastic.retention", *NAMES),
+            *("elastic.config.sections", "elastic.metrics", "elastic.retention", *NAMES),
         ),
         ("numpy", "torch"),
     ),

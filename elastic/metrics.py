@@ -1,0 +1,191 @@
+"""The metrics of a run in its bucket: a row for each step, in files of JSON lines that anybody can read.
+
+    <run>/metrics/000000000050-000003-000000001234.jsonl
+
+A file has the rows (:mod:`elastic.report.metrics`) of the steps after the file before it, up to a save.  Its name has the step and the
+generation of its last row, and the number of the journal's record from which on the next rows are found: so whoever continues the run
+reads no more of the journal than what came since.  Object stores cannot append, so there is at most one file for each save.
+
+Each step counts once, over all restarts: a row says which generation committed it, and a reader takes the rows of the surviving lineage,
+each step once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from elastic import branches
+from elastic.control import codec
+from elastic.engine.optim.schedule import learning_rate_of
+from elastic.ids import Version
+from elastic.protocol.lineage import Lineage, contains, tip
+from elastic.report.metrics import Row, Rows, json_line, row_from, version_of
+from elastic.runs import Run
+from elastic.threads import keep_going
+from storage import journal
+from storage.errors import Exists, StorageError, Unavailable
+from storage.objects import ObjectStore
+
+EVERY_S = 5.0
+"""Seconds between two looks at the journal, which gets an object as often."""
+CLOSE_S = 10.0
+"""Seconds for the bucket to take the last rows."""
+
+
+class Place(NamedTuple):
+    """The name of a file: the version of its last row, and the record from which on the next rows are found (0: from the first on)."""
+
+    step: int
+    generation: int
+    record: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.step:012d}-{self.generation:06d}-{self.record:012d}.jsonl"
+
+    @classmethod
+    def of(cls, name: str) -> Place:
+        step, generation, record = map(int, name.partition(".")[0].split("-"))
+        return cls(step, generation, record)
+
+
+def places(store: ObjectStore, run: str) -> list[Place]:
+    """Returns the files of a run, in order."""
+    return sorted(Place.of(PurePosixPath(key).name) for key in store.list(f"{run}/metrics/"))
+
+
+def stored(store: ObjectStore, run: str, lineage: Lineage, after: int = 0) -> Iterator[Row]:
+    """Yields the rows in the bucket of the steps after ``after``, in order, each step of ``lineage`` once."""
+    for place in places(store, run):
+        if place.step <= after:
+            continue
+        for line in store.get(f"{run}/metrics/{place.name}").decode().splitlines():
+            row = row_from(line)
+            if row["step"] > after and contains(lineage, version_of(row)):
+                after = int(row["step"])
+                yield row
+
+
+def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 0) -> None:
+    """Writes ``rows`` as one file; ``record`` is that of its name.  If the file is there already, it stays."""
+    if rows:
+        version = version_of(rows[-1])
+        key = f"{run}/metrics/{Place(version.step, version.generation, record).name}"
+        with suppress(Exists):
+            store.put_if_absent(key, "".join(f"{json_line(row)}\n" for row in rows).encode())
+
+
+def rates(run: Run) -> Callable[[Version], float]:
+    """Returns the function that gives the learning rate of a version, by the branch of the run in which it was committed."""
+    jobs = [(each["generation"], run.job.begun_as(each["job"])) for each in reversed(branches.every(run.store, run.job.name))]
+    first = run.job.begun_as(branches.first(run.store, run.job.name)) if jobs else run.job
+
+    def rate(version: Version) -> float:
+        return learning_rate_of(next((job for since, job in jobs if version.generation > since), first), version.step)
+
+    return rate
+
+
+class Following:
+    """Reads the journal of a run in the bucket as it grows, from where the stored rows end, and stores the rows that are final."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.store, self.name = run, run.store, run.job.name
+        self.rows = Rows(rates(run))
+        self._places = places(self.store, self.name)
+        self._next = max((place.record for place in self._places), default=0)
+        self._begun: list[tuple[int, int]] = []
+        """The segments with rows that are not stored: the step at which each began, and the number of its first record."""
+
+    def read(self) -> None:
+        """Reads what the journal has got since."""
+        for head, records in journal.since(self.store, self.name, self._next):
+            self._next = records[-1]["n"] + 1
+            if "continues" not in head:
+                snapshot, found = codec.modern(head, records)
+                self.rows.read(snapshot, found)
+                self._begun.append((max((step for _, step in snapshot["run"]["history"]["lineage"]), default=0), records[0]["n"]))
+            elif self._begun:
+                self.rows.read(None, records)
+
+    @property
+    def stored(self) -> int:
+        """The step up to which the rows of the surviving lineage are stored."""
+        lineage = self.rows.lineage
+        return max((place.step for place in self._places if contains(lineage, Version(place.step, place.generation))), default=0)
+
+    def store_final(self) -> None:
+        """Stores the rows that no fall-back can take back: up to the newest good checkpoint.
+
+        A row waits for its validation, and for commits before it that are still to be told.
+        """
+        stored = self.stored
+        until = min(self.rows.saved, self.rows.told)
+        if until <= stored:
+            return
+        rows = [row for row in self.rows.surviving() if row["step"] > stored]
+        if rows and rows[-1]["step"] <= until and self._owes(rows[-1]):
+            until = int(rows[-1]["step"]) - 1
+        final = [row for row in rows if row["step"] <= until]
+        if not final:
+            return
+        last = version_of(final[-1])
+        record = max((first for step, first in self._begun if step <= last.step), default=0)
+        store_rows(self.store, self.name, final, record)
+        self._places.append(Place(last.step, last.generation, record))
+        self.rows.forget(last.step)
+        self._begun = [each for each in self._begun if each[1] >= record]
+
+    def _owes(self, row: Row) -> bool:
+        """Returns whether a validation of the step may still be told: by the commit of the next one."""
+        return self.run.job.validates(int(row["step"])) and "validation_loss" not in row
+
+
+class Recorder:
+    """Stores the rows of a run while it trains, on a thread of its own.  A bucket that is down delays nothing: the rows are in the journal.
+
+    ``say`` receives a sentence if the rows cannot be stored.
+    """
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self._run, self._say, self._closing = run, say, threading.Event()
+        self._thread = keep_going(self._record, "metrics", say)
+
+    def close(self) -> None:
+        """Stores what is left, if the bucket takes it in time, and ends.  Call it when the journal is closed."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+
+    def _record(self) -> None:
+        following: Following | None = None
+        closing = False
+        while not closing:
+            closing = self._closing.wait(EVERY_S)
+            try:
+                following = following or Following(self._run)
+                following.read()
+                following.store_final()
+            except (Unavailable, OSError):
+                continue
+            except StorageError as error:
+                self._say(f"the metrics of this run are not stored any more, but `elastic metrics` prints them from the journal: {error}")
+                return
+
+
+def rows_of(run: Run) -> Iterator[Row]:
+    """Yields a row for each step of the surviving lineage, with "final": 1 if the step will not be done again, else 0."""
+    following = Following(run)
+    following.read()
+    lineage, saved = following.rows.lineage, run.standing(0, 0.0).history.lineage
+    journaled = contains(lineage, tip(saved))  # else the run went on without a journal since
+    last = 0
+    for row in stored(run.store, run.job.name, lineage if journaled else saved):
+        last = int(row["step"])
+        yield {**row, "final": 1}
+    for row in following.rows.surviving() if journaled else ():
+        if row["step"] > last:
+            yield {**row, "final": int(row["step"] <= following.rows.saved)}

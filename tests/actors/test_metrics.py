@@ -1,0 +1,46 @@
+"""L2: the metrics of a run on a cluster whose coordinator and worker are killed: in the bucket, each step once."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.cli import main
+from tests.actors.test_failover import STEPS, Killer, in_state, job_of, running
+from tests.support.chaos import alone, assert_nothing_left, trial
+from tests.support.job_file import to_toml
+
+
+def test_l2_each_step_once_although_coordinator_and_worker_are_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """L2: read back with json alone, the losses are those of one process without Ray, bit for bit, and every number is finite.
+
+    The coordinator is killed between two saves; then a worker is, the only holder of its shard, so that steps are done again.
+    """
+    settings: dict[str, Any] = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 0}}
+    reference = alone(job_of(tmp_path / "alone", "local", data={"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS}}))
+    whens = [running(9)]
+    job = job_of(tmp_path, "killed", 18, faults=[{"point": "backward", "step": 20, "world_rank": 1}], **settings)
+    killer = Killer(tmp_path, whens, opens=in_state("Stopping", 2))
+    chaos = trial(job, killer)
+    assert (chaos.result.state, chaos.hash) == ("Finished", reference.hash)
+    assert [end.signal for end in killer.ends] == [signal.SIGKILL] and len(chaos.witness.killed()) == 1
+    files = sorted((tmp_path / "killed" / "metrics").iterdir())
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    assert [row["loss"] for row in rows] == reference.losses
+    assert len({row["generation"] for row in rows}) > 1 and {row["world"] for row in rows} >= {2}
+    assert len(files) <= STEPS // 6 + 1, "no more than one for each save"
+    shown = [line.step for line in chaos.lines if hasattr(line, "step")]
+    assert len(shown) != STEPS or len(set(shown)) != STEPS, "the control: what the terminal shows is not each step once"
+    told = {row["step"] for row in rows if row.get("tokens_per_s", 0) > 0 and row["lr"] > 0 and row["norm"] > 0 and row["time"] > 1e9}
+    assert told == {*range(1, STEPS + 1)}
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(job))
+    capsys.readouterr()
+    assert main(["metrics", str(file)]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [row | {"final": 1} for row in rows]
+    assert_nothing_left(chaos)

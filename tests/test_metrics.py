@@ -1,0 +1,221 @@
+"""L2: the rows of a run's metrics, from its journal and in its bucket: each step once, over restarts and fall-backs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.cli import main
+from elastic.control import codec
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.metrics import Following, places, rows_of, store_rows, stored
+from elastic.protocol.commit_record import Outcome, Usage, Validated
+from elastic.protocol.events import StepDone, Work
+from elastic.report.metrics import Row, csv_table, json_line, row_from, row_of
+from elastic.runs import Run
+from storage.journal import Journal
+from tests.control.play import Play, reformed, stepping
+from tests.support.toys import toy_job
+
+pytestmark = pytest.mark.fast
+
+
+class Written(Play):
+    """A story whose journal is written to the bucket, an object for each :meth:`ship`."""
+
+    def __init__(self, play: Play, run: Run, local: Path) -> None:
+        super().__init__(play.rules, play.run)
+        self.journal = Journal(run.store, run.job.name, local, 0, codec.snapshot(play.run), segment_s=1e6)
+
+    def tell(self, event: Any) -> str:
+        before = self.run
+        reason = super().tell(event)
+        record = codec.record(self.journal.next, self.now, event, before, self.last)
+        known = self.run
+        self.journal.append(record, lambda: codec.snapshot(known), durable=False)
+        return reason
+
+    def ship(self) -> None:
+        assert self.journal.ship(60)
+
+
+def lines(run: Run) -> list[dict[str, Any]]:
+    """Returns what anybody reads in the bucket, with nothing of ours."""
+    folder = Path(run.job.bucket) / run.job.name / "metrics"
+    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def a_story(play: Written) -> Any:
+    """Yields whenever a part of the journal is in the bucket: a save, a death with a fall-back, a save, an end."""
+    play.steps(1, 5)
+    play.ship()
+    yield
+    play.save(Version(5, 1), "w1", "w2")
+    play.steps(6, 7)
+    play.ship()
+    yield
+    play.lose("w2")
+    play.answer("w1", Version(5, 1))
+    play.ship()
+    yield
+    reformed(play)
+    play.steps(6, 10)
+    play.ship()
+    yield
+    play.save(Version(10, play.generation), "w1")
+    play.step(11)
+    play.ship()
+    yield
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_l2_each_step_once_over_restarts_and_only_when_it_is_final(tmp_path: Path, restarted: bool) -> None:
+    """L2: with ``restarted`` whoever stores the rows is another one each time, who knows only the bucket."""
+    run = Run.open(toy_job(tmp_path / "bucket", steps=100))
+    play = Written(stepping(2, save_every=5), run, tmp_path / "local")
+    following, there = Following(run), []
+    for _ in a_story(play):
+        following = Following(run) if restarted else following
+        following.read()
+        following.store_final()
+        there.append([(line["step"], line["generation"]) for line in lines(run)])
+    again = play.generation
+    assert again > 1
+    first, second = [(step, 1) for step in range(1, 6)], [(step, again) for step in range(6, 11)]
+    assert there == [[], first, first, first, first + second], "step 6 and 7 of generation 1 were given up and never shown"
+    assert [place.step for place in places(run.store, "toy")] == [5, 10]
+    told = {(row["step"], row["generation"]): row["final"] for row in rows_of(run)}
+    assert told == dict.fromkeys(first + second, 1) | {(11, again): 0}
+    assert [line["loss"] for line in lines(run)] == pytest.approx([0.1 * step / 4 for step in range(1, 11)])
+    assert {line["norm"] for line in lines(run)} == {math.sqrt(1.5) / 4}
+    assert lines(run)[0]["lr"] == pytest.approx(1e-2 / 2), "the warmup has two steps"
+    cosine = 0.5 * (1 + math.cos(math.pi * (10 - 2) / (100 - 2)))
+    assert lines(run)[9]["lr"] == pytest.approx(1e-2 * (0.1 + 0.9 * cosine))
+    assert [line["world"] for line in lines(run)] == [2] * 5 + [1] * 5
+
+
+def test_l2_a_reader_goes_on_where_the_stored_rows_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L2: a new coordinator reads no journal that it does not need.  The control is one that finds no stored rows."""
+    run = Run.open(toy_job(tmp_path / "bucket", steps=1000))
+    play = Written(stepping(1, save_every=5, target_step=1000), run, tmp_path / "local")
+    for step in range(1, 101):
+        play.step(step)
+        if step % 5 == 0:
+            play.save(Version(step, 1), "w1")
+            play.ship()
+    following = Following(run)
+    following.read()
+    following.store_final()
+    assert [line["step"] for line in lines(run)] == [*range(1, 101)]
+    objects = len(list((tmp_path / "bucket/toy/journal").rglob("*.gz")))
+    read = list[str]()
+    get = type(run.store).get
+    monkeypatch.setattr(type(run.store), "get", lambda self, key, *args: read.append(key) or get(self, key, *args))
+    Following(run).read()
+    after, read[:] = [key for key in read if "/journal/" in key], []
+    for path in (tmp_path / "bucket/toy/metrics").iterdir():
+        path.unlink()
+    Following(run).read()
+    assert len([key for key in read if "/journal/" in key]) == objects > 2 * len(after) > 0
+
+
+def test_l2_rows_of_a_checkpoint_that_was_given_up_do_not_count(tmp_path: Path) -> None:
+    """L2: the newest checkpoint was damaged, so that steps which were stored are done again by another generation."""
+    run = Run.open(toy_job(tmp_path))
+
+    def rows(generation: int, first: int, last: int) -> list[Row]:
+        return [row_of(0.0, Outcome(step, generation, 1.0, (1.0,), (1,), ((0,),), True), 0.1) for step in range(first, last + 1)]
+
+    store_rows(run.store, "toy", rows(1, 1, 4))
+    store_rows(run.store, "toy", rows(2, 3, 6))
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 3, 4, 5, 6], "the control: somebody who reads all files"
+    found = [(row["step"], row["generation"]) for row in stored(run.store, "toy", ((1, 2), (2, 6)))]
+    assert found == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2)]
+    assert [row["step"] for row in stored(run.store, "toy", ((1, 2), (2, 6)), after=4)] == [5, 6]
+
+
+def test_l2_a_validation_is_in_the_row_of_the_step_whose_state_it_is_of(tmp_path: Path) -> None:
+    """L2: the row waits for it, since it is told by the next commit, or after the last step."""
+    run = Run.open(toy_job(tmp_path / "bucket", steps=10, validation={"every": 5}))
+    play = Written(stepping(1, save_every=5, target_step=10), run, tmp_path / "local")
+    following = Following(run)
+
+    def at(step: int) -> list[float]:
+        play.ship()
+        following.read()
+        following.store_final()
+        return [line["step"] for line in lines(run)]
+
+    play.steps(1, 5)
+    play.save(Version(5, 1), "w1")
+    assert at(5) == [1, 2, 3, 4], "row 5 waits"
+    commit = play.commit(6)
+    play.tell(StepDone(play.plan.members[0], 1, Outcome(**{**vars(commit), "validated": Validated(6.0, 4)})))
+    assert at(6) == [1, 2, 3, 4, 5]
+    play.steps(7, 9)
+    play.tell(StepDone(play.plan.members[0], 1, play.commit(10), None, Validated(5.0, 4)))
+    play.save(Version(10, 1), "w1")
+    assert at(10) == [*range(1, 11)]
+    found = {line["step"]: line["validation_loss"] for line in lines(run) if "validation_loss" in line}
+    assert found == {5: 1.5, 10: 1.25}
+
+
+def test_l2_the_numbers_of_a_row() -> None:
+    """L2: by hand: 8 tokens in half a second, an eighth of it waiting, 3e9 of 2 × 0.5 × 1e10 operations."""
+    usage = Usage(0.5, 0.0625, 1000, 2000)
+    outcome = Outcome(
+        3, 2, 36.0, (4.0, 8.0), (4, 4), ((0,), (1,)), True, copied_through=2, usage=usage, usage_ranks=(0,) * 4, layers=(("a", 64.0),)
+    )
+    row = row_of(7.5, outcome, 0.1, Work(3e9, 2e9, 2, 1e10), 2)
+    assert row == {
+        **{"step": 3, "generation": 2, "time": 7.5, "lr": 0.1, "skipped": 0, "loss": 1.5, "norm": 0.75, "tokens": 8, "world": 2},
+        **{"step_s": 0.5, "tokens_per_s": 16.0, "data_wait": 0.125, "peak_bytes": 1000, "reserved_bytes": 2000},
+        **{"mfu": pytest.approx(0.3), "causal_mfu": pytest.approx(0.2), "copied_through": 2, "norm/a": 1.0},
+    }
+    table = list(csv.DictReader(io.StringIO(csv_table([row, {"step": 4, "generation": 2, "loss": 1.25}]))))
+    assert [(float(each["loss"]), each["norm/a"]) for each in table] == [(1.5, "1.0"), (1.25, "")]
+    lost = row_of(0.0, Outcome(4, 2, math.nan, (math.inf,), (1,), ((0,),), False), 0.1)
+    assert lost["skipped"] == 1 and json.loads(json_line(lost), parse_constant=pytest.fail)["loss"] is None
+    assert math.isnan(row_from(json_line(lost))["norm"])
+
+
+def test_l2_a_run_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """L2: a run in one process that stops, and goes on: the commands, and the files as the standard library reads them."""
+    from elastic.report.story import StepLine
+    from elastic.train.local import run_local
+
+    shown = list[StepLine]()
+    held_out = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
+    settings: dict[str, Any] = {"checkpoint": {"save_every": 4}, "schedule": {"kind": "constant"}, "validation": held_out}
+
+    def show(line: Any) -> None:
+        if isinstance(line, StepLine):
+            shown.append(line)
+            if line.step == 6 and len(shown) == 6:
+                raise ConnectionError("the process dies after step 6")
+
+    job: Job = toy_job(tmp_path, steps=10, **settings)
+    with pytest.raises(ConnectionError):
+        run_local(job, show)
+    assert [line["step"] for line in lines(Run.open(job))] == [1, 2, 3, 4]
+    assert run_local(job, show)[0] == "Finished"
+    assert [line.step for line in shown] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9, 10], "the control: what a terminal shows"
+    there = lines(Run.open(job))
+    assert [line["step"] for line in there] == [*range(1, 11)]
+    assert [line["loss"] for line in there] == [line.loss for line in shown[:4] + shown[6:]]
+    assert [line["step"] for line in there if "validation_loss" in line] == [4, 8, 10]
+    file = tmp_path / "job.toml"
+    file.write_text(f'name = "toy"\nbucket = "{tmp_path}"\n')
+    capsys.readouterr()
+    assert main(["metrics", str(file)]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [line | {"final": 1} for line in there]
+    assert main(["metrics", str(file), "--csv"]) == 0
+    table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(int(each["step"]), float(each["loss"])) for each in table] == [(line["step"], line["loss"]) for line in there]

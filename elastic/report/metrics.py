@@ -68,10 +68,10 @@ class Rows:
     def __init__(self, lr: Callable[[Version], float]) -> None:
         self._lr = lr
         self._history: dict[str, Any] = {"lineage": [], "saved": [], "untold": []}
-        """What the history of the run says after the last record that was read."""
+        """Fields of the history of the run after the last record that was read."""
         self._rows: dict[Version, Row] = {}
         self._validated: dict[tuple[int, Version], Validated] = {}
-        """What was found after a step, by that step and the commit that tells it."""
+        """The validation after a step, by that step and the commit that tells it."""
         self._worlds: dict[int, int] = {}
         """The number of members, by generation."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.cli import main
-from tests.actors.test_failover import STEPS, Killer, in_state, job_of, running
+from tests.actors.test_failover import STEPS, Killer, job_of, running
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.job_file import to_toml
 
@@ -22,9 +22,8 @@ def test_l2_each_step_once_although_coordinator_and_worker_are_killed(tmp_path: 
     """
     settings: dict[str, Any] = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 0}}
     reference = alone(job_of(tmp_path / "alone", "local", data={"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS}}))
-    whens = [running(9)]
-    job = job_of(tmp_path, "killed", 18, faults=[{"point": "backward", "step": 20, "world_rank": 1}], **settings)
-    killer = Killer(tmp_path, whens, opens=in_state("Stopping", 2))
+    job = job_of(tmp_path, "killed", faults=[{"point": "backward", "step": 20, "world_rank": 1}], **settings)
+    killer = Killer(tmp_path, [running(9)])
     chaos = trial(job, killer)
     assert (chaos.result.state, chaos.hash) == ("Finished", reference.hash)
     assert [end.signal for end in killer.ends] == [signal.SIGKILL] and len(chaos.witness.killed()) == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import threading
 import time
 import traceback
@@ -157,6 +158,8 @@ class Coordinator:
         end_on_sigterm()
         self.secret = secret
         self.job, self.rules, self.search_path = job, job.rules(), search_path
+        if job.metrics.sinks:  # no other code of the user runs in this process
+            sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         self.clock = steady_clock()
         self.inbox = Inbox(self.clock)
         self.story = Story(job.steps)

@@ -27,6 +27,7 @@ from elastic.config.sections import (
     Data,
     Deadlines,
     Fault,
+    Metrics,
     Network,
     Optim,
     Parallel,
@@ -153,6 +154,7 @@ class Job(Part):
     pytorch.org/memory_viz), go to the folder ``profiles/`` of the run.  Empty: none."""
     data: Data = Data()
     validation: Validation = Validation()
+    metrics: Metrics = Metrics()
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
     batch_ramp: BatchRamp = BatchRamp()

@@ -13,15 +13,17 @@ each step once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from elastic import branches
 from elastic.control import codec
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.ids import Version
+from elastic.imports import failure, load
 from elastic.protocol.lineage import Lineage, contains, tip
 from elastic.report.metrics import Row, Rows, json_line, row_from, version_of
 from elastic.runs import Run
@@ -30,6 +32,8 @@ from storage import journal
 from storage.errors import Exists, StorageError, Unavailable
 from storage.objects import ObjectStore
 
+ROWS = 10_000
+"""Largest number of rows that a sink gets at a time."""
 EVERY_S = 5.0
 """Seconds between two looks at the journal, which gets an object as often."""
 CLOSE_S = 10.0
@@ -145,14 +149,67 @@ class Following:
         return self.run.job.validates(int(row["step"])) and "validation_loss" not in row
 
 
+class Sink(Protocol):
+    """A place outside of the bucket that gets the rows, such as a database or a tracker.
+
+    It is made with the name of the run and the arguments of ``metrics.sinks``.  A run may go on in another process: what is made there with
+    the same arguments must be the same place.
+    """
+
+    def last(self) -> int:
+        """Returns the step of the newest row that it has; 0 without any."""
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Adds rows, in order of their steps: all of them or none, so that none comes twice."""
+
+
+class Sinks:
+    """Hands the stored rows on to the sinks of a job.  A sink that fails never stops the run: it gets the rows with the next save.
+
+    ``say`` receives a sentence when a sink fails, once for each sink until it works again.
+    """
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self._run, self._say = run, say
+        self._made: dict[str, Sink] = {}
+        self._failing = set[str]()
+
+    def hand_on(self, lineage: Lineage) -> None:
+        """Writes the stored rows of ``lineage`` that a sink does not have, to each sink."""
+        for path, args in self._run.job.metrics.sinks.items():
+            try:
+                sink = self._made.get(path) or self._made.setdefault(path, make_sink(self._run.job.name, path, args))
+                for rows in batched(stored(self._run.store, self._run.job.name, lineage, sink.last()), ROWS):
+                    sink.write(rows)
+                self._failing.discard(path)
+            except Exception as error:  # the boundary to the user's code
+                if path not in self._failing:
+                    self._failing.add(path)
+                    self._say(f"metrics.sinks: {path} failed, and gets the rows with a later save: {failure(error)}")
+
+
+def make_sink(name: str, path: str, args: Mapping[str, Any]) -> Sink:
+    """Returns the sink of a run.  Raises :class:`~elastic.errors.CodeError`, or what its class raises."""
+    sink: Sink = load(path, "metrics.sinks")(name, **args)
+    return sink
+
+
+def batched(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
+    """Yields the rows in lists of at most ``most``."""
+    left = iter(rows)
+    while batch := list(islice(left, most)):
+        yield batch
+
+
 class Recorder:
     """Stores the rows of a run while it trains, on a thread of its own.  A bucket that is down delays nothing: the rows are in the journal.
 
-    ``say`` receives a sentence if the rows cannot be stored.
+    ``say`` receives a sentence if the rows cannot be stored, or a sink fails.
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self._run, self._say, self._closing = run, say, threading.Event()
+        self._sinks = Sinks(run, say)
         self._thread = keep_going(self._record, "metrics", say)
 
     def close(self) -> None:
@@ -162,13 +219,16 @@ class Recorder:
 
     def _record(self) -> None:
         following: Following | None = None
-        closing = False
+        closing, handed_on = False, -1
         while not closing:
             closing = self._closing.wait(EVERY_S)
             try:
                 following = following or Following(self._run)
                 following.read()
                 following.store_final()
+                if following.stored != handed_on:  # also once in the beginning
+                    handed_on = following.stored
+                    self._sinks.hand_on(following.rows.lineage)
             except (Unavailable, OSError):
                 continue
             except StorageError as error:

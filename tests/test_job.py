@@ -19,6 +19,7 @@ from elastic.config.sections import (
     Data,
     Deadlines,
     Fault,
+    Metrics,
     Network,
     Optim,
     Parallel,
@@ -429,6 +430,7 @@ CLUSTER = {
     "faults": (Fault(point="save", step=1),),
     "data": Data(prefetch=7, args={"path": "/moved"}),
     "validation": Validation(every=5),
+    "metrics": Metrics(sinks={"a.b:C": {"path": "c"}}),
 }
 TRAJECTORY = {
     "model": "a.b:c",

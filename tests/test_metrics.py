@@ -13,15 +13,20 @@ import pytest
 
 from actors.cli import main
 from elastic.control import codec
+from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.metrics import Following, places, rows_of, store_rows, stored
 from elastic.protocol.commit_record import Outcome, Usage, Validated
 from elastic.protocol.events import StepDone, Work
 from elastic.report.metrics import Row, csv_table, json_line, row_from, row_of
+from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs import Run
+from elastic.train.local import run_local
+from elastic.train.preflight import preflight
 from storage.journal import Journal
 from tests.control.play import Play, reformed, stepping
+from tests.support.sinks import rows_in
 from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.fast
@@ -188,9 +193,6 @@ def test_l2_the_numbers_of_a_row() -> None:
 
 def test_l2_a_run_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """L2: a run in one process that stops, and goes on: the commands, and the files as the standard library reads them."""
-    from elastic.report.story import StepLine
-    from elastic.train.local import run_local
-
     shown = list[StepLine]()
     held_out = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
     settings: dict[str, Any] = {"checkpoint": {"save_every": 4}, "schedule": {"kind": "constant"}, "validation": held_out}
@@ -219,3 +221,49 @@ def test_l2_a_run_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["metrics", str(file), "--csv"]) == 0
     table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(int(each["step"]), float(each["loss"])) for each in table] == [(line["step"], line["loss"]) for line in there]
+
+
+def test_l2_a_sink_gets_each_final_step_once(tmp_path: Path) -> None:
+    """L2: it is broken at first, and the process dies; it gets every step once, and the run is told of the failure once.
+
+    The control is a sink that says that it has nothing: its table refuses the second copy of a step.
+    """
+    there, forgetful, broken = tmp_path / "steps.db", tmp_path / "forgetful.db", tmp_path / "broken"
+    sinks = {
+        "tests.support.sinks:Table": {"path": str(there), "broken": str(broken)},
+        "tests.support.sinks:Forgetful": {"path": str(forgetful)},
+    }
+    job = toy_job(tmp_path, steps=10, checkpoint={"save_every": 2}, metrics={"sinks": sinks})
+    shown, told = list[StepLine](), list[str]()
+
+    def show(line: Line) -> None:
+        if isinstance(line, Sentence):
+            return told.append(line.text)
+        shown.append(line)
+        if line.step == 5:
+            assert [step for step, _ in rows_in(there)] == [], "it is broken"
+            broken.unlink()
+        if line.step == 7 and len(shown) == 7:
+            assert [step for step, _ in rows_in(there)] == [1, 2, 3, 4, 5, 6], "step 7 may still be taken back"
+            raise ConnectionError("the process dies after step 7")
+        return None
+
+    broken.touch()
+    with pytest.raises(ConnectionError):
+        run_local(job, show)
+    failures = [text for text in told if text.startswith("metrics.sinks: tests.support.sinks:Table failed, and gets the rows")]
+    assert len(failures) == 1 and "the table is broken" in failures[0]
+    assert run_local(job, show)[0] == "Finished"
+    losses = {line.step: line.loss for line in shown}
+    assert rows_in(there) == [(step, losses[step]) for step in range(1, 11)]
+    assert any("Forgetful failed" in text and "UNIQUE constraint failed: steps.step" in text for text in told)
+
+
+def test_l2_a_sink_that_is_not_there_is_refused_before_any_worker_starts(tmp_path: Path) -> None:
+    """L2: with a sentence that names the setting.  The control is the same job with a sink that is there."""
+    job = toy_job(tmp_path, metrics={"sinks": {"tests.support.sinks:Tabel": {"path": "steps.db"}}})
+    with pytest.raises(JobError, match=r"metrics\.sinks = 'tests\.support\.sinks:Tabel': .* did you mean 'tests\.support\.sinks:Table'"):
+        preflight(job, local=True)
+    preflight(toy_job(tmp_path, metrics={"sinks": {"tests.support.sinks:Table": {"path": "steps.db"}}}), local=True)
+    with pytest.raises(JobError, match=r"metrics\.sinks"):
+        toy_job(tmp_path, metrics={"sinks": {"no code": {}}})

@@ -62,6 +62,13 @@ class Validation(Part):
     """Arguments of that class."""
 
 
+class Metrics(Part):
+    """The numbers of each step.  They are always in the bucket, whatever is set here."""
+
+    sinks: Free[dict[Code, dict[str, JsonValue]]] = {}
+    """Classes that get them too, each as ``pkg.module:Class``, with its arguments.  The page on extending says what such a class has."""
+
+
 class Optim(Part):
     """The optimizer.  Weight decay leaves out biases, norms and every other tensor with fewer than two dimensions."""
 

@@ -24,7 +24,7 @@ from elastic.engine.world import World
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
-from elastic.metrics import store_rows
+from elastic.metrics import Sinks, store_rows
 from elastic.plan.layout import Layout
 from elastic.plan.placement import written_by
 from elastic.plan.transfer import Holding
@@ -166,6 +166,7 @@ class _Local:
         self.retention = Retention(run, self.incarnation, self.show_sentence)
         self.rows: list[Row] = []
         """The metrics of the steps since the last save."""
+        self.sinks = Sinks(run, self.show_sentence)
         self.found: tuple[int, Validated] | None = None
         """The newest validation, and the step after which it was made."""
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
@@ -265,6 +266,7 @@ class _Local:
             raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
         self.rows.clear()
         self.run.commit(version, [receipt], self.lineage, self.world.layout)
+        self.sinks.hand_on(self.lineage)
         if self.session.job.checkpoint.keep_last:
             self.retention.round(Retain((version,), self.lineage, None, (self.plan.version,)))
 

@@ -24,7 +24,7 @@ from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError
-from elastic.imports import failure
+from elastic.imports import failure, load
 from elastic.job import Job
 from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount, explained
@@ -81,6 +81,8 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False) -> Checked
         unread = [*_check_readers(tried, session), *_check_held_out(tried, session, build)]
         session.close()
     _check_vocabulary(model, session.loader.dataset)
+    for sink in job.metrics.sinks:
+        load(sink, "metrics.sinks")
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, sharding_table(model)):
         raise ModelError(
             f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes are multiples of {MULTIPLE}, and "

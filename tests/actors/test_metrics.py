@@ -13,6 +13,7 @@ from actors.cli import main
 from tests.actors.test_failover import STEPS, Killer, job_of, running
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.job_file import to_toml
+from tests.support.sinks import rows_in
 
 
 def test_l2_each_step_once_although_coordinator_and_worker_are_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,12 +22,14 @@ def test_l2_each_step_once_although_coordinator_and_worker_are_killed(tmp_path: 
     The coordinator is killed between two saves; then a worker is, the only holder of its shard, so that steps are done again.
     """
     settings: dict[str, Any] = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 0}}
+    settings["metrics"] = {"sinks": {"tests.support.sinks:Table": {"path": str(tmp_path / "steps.db")}}}
     reference = alone(job_of(tmp_path / "alone", "local", data={"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS}}))
     job = job_of(tmp_path, "killed", faults=[{"point": "backward", "step": 20, "world_rank": 1}], **settings)
     killer = Killer(tmp_path, [running(9)])
     chaos = trial(job, killer)
     assert (chaos.result.state, chaos.hash) == ("Finished", reference.hash)
     assert [end.signal for end in killer.ends] == [signal.SIGKILL] and len(chaos.witness.killed()) == 1
+    assert rows_in(tmp_path / "steps.db") == [*enumerate(reference.losses, 1)], "a sink of the user's own"
     files = sorted((tmp_path / "killed" / "metrics").iterdir())
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]

@@ -162,6 +162,7 @@ BOUNDARIES = {
     "elastic/train/session.py": "whatever the user's dataset raises while it is opened becomes a sentence",
     "storage/background.py": "whatever ends a thread is raised where its result is waited for",
     "elastic/threads.py": "whatever ends a thread's work is told, and the work begins anew or the process ends",
+    "elastic/metrics.py": "whatever a sink of the user's raises is told, and the run goes on",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }
 """Places that may catch every exception, and why."""

@@ -190,7 +190,7 @@ def test_members_must_hold_out_the_same_samples(tmp_path: Path) -> None:
 
 
 def test_held_out_samples_are_compared_with_those_of_the_training(tmp_path: Path) -> None:
-    """Samples of the training are said so; other tensors are refused before a worker starts.  The control: other samples, and nothing is said."""
+    """Samples of the training are said; other tensors are refused before the start.  The control: other samples, and nothing is said."""
     same = validating(tmp_path / "same", validation={"every": 2, "args": toy_job("/nowhere").data.args})
     assert any("validation.args: these are the samples that are trained on" in note for note in preflight(same, local=True).notes)
     assert not any("validation" in note for note in preflight(validating(tmp_path / "other"), local=True).notes)

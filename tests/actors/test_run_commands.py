@@ -105,10 +105,8 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     printed = capsys.readouterr().out
     assert "# w1, which lives" in printed and "w1: joined" in printed and "w2: joined" not in printed, "L8: the log of a worker that lives"
     assert main(["logs", file, "w9"]) == 1 and "no logs of w9" in capsys.readouterr().out
-    hand = interrupted_at("left", ray.get(coordinator.view.remote()).step + 3)
-    assert main(["logs", "-f", file, "w1"]) == 3, "Ctrl-C ends the command and not the run"
-    hand.join()
-    assert "w1: joined" in capsys.readouterr().out
+    follower = threading.Thread(target=main, args=(["logs", "-f", file, "w1"],))
+    follower.start()
 
     command = ["clean", file]
     assert main(command) == 2
@@ -118,6 +116,8 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
 
     ray.kill(coordinator, no_restart=True)
     until(lambda: attach("left") is None)
+    follower.join(PATIENCE_S)
+    assert not follower.is_alive() and "w1: joined" in capsys.readouterr().out, "who follows leaves with the run"
     assert all(worker.running for worker in workers), "the control: nothing of this goes by itself"
     assert len(cluster.named(f"{token}/")) == 3
     assert main(command) == 0

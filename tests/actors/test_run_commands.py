@@ -117,7 +117,7 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     ray.kill(coordinator, no_restart=True)
     until(lambda: attach("left") is None)
     follower.join(PATIENCE_S)
-    assert not follower.is_alive() and "w1: joined" in capsys.readouterr().out, "who follows leaves with the run"
+    assert not follower.is_alive() and "w1: joined" in refused + capsys.readouterr().out, "who follows leaves with the run"
     assert all(worker.running for worker in workers), "the control: nothing of this goes by itself"
     assert len(cluster.named(f"{token}/")) == 3
     assert main(command) == 0

@@ -142,7 +142,7 @@ def test_a_worker_that_cannot_start_is_heard_before_its_process_counts_as_gone(t
     said = [event for call in ray.get(desk.read.remote()) for event in call]
     ray.kill(worker)
     assert [type(event) for event in said] == [NodeRefused, StartFailed]
-    assert all("workers.gpus = 1" in text for text in (said[0].why, said[1].reason))
+    assert "workers.gpus = 1" in said[0].why and said[1].reason == "its node is refused", "the reason is said once"
 
 
 def test_a_keeper_whose_coordinator_does_not_answer_says_so(office: Office) -> None:

@@ -20,23 +20,26 @@ EXPORTED = ("model.safetensors", "optimizer.safetensors")
 
 
 def export(reader: Reader, destination: Path) -> list[Path]:
-    """Writes both files into the folder ``destination``, each whole or not at all; returns their paths."""
+    """Writes both files into the folder ``destination``, whole or not at all; returns their paths."""
     destination.mkdir(parents=True, exist_ok=True)
     model = [tensor for tensor in reader.tensors() if tensor.kind in MODEL_KINDS]
     optimizer = [tensor for tensor in reader.tensors() if tensor.kind not in (*MODEL_KINDS, "constant")]
-    return [_write(reader, destination / name, tensors) for name, tensors in zip(EXPORTED, (model, optimizer), strict=True)]
+    aside = [destination / f".{name}.partial" for name in EXPORTED]
+    for path, tensors in zip(aside, (model, optimizer), strict=True):
+        _write(reader, path, tensors)
+    written = [destination / name for name in EXPORTED]
+    for path, final in zip(aside, written, strict=True):
+        os.replace(path, final)
+    return written
 
 
-def _write(reader: Reader, path: Path, tensors: Sequence[Tensor]) -> Path:
+def _write(reader: Reader, aside: Path, tensors: Sequence[Tensor]) -> None:
     entries = sorted(((Entry(_key(t), t.dtype, t.shape), t) for t in tensors), key=lambda pair: (aligned_order(pair[0]), pair[0].key))
-    aside = path.with_name(f".{path.name}.partial")
     with open(aside, "wb") as file:
         file.write(header_of([entry for entry, _ in entries], {"format": "pt"}))
         for _, tensor in entries:
             for _, data in reader.read([tensor.whole()]):
                 file.write(data)
-    os.replace(aside, path)
-    return path
 
 
 def _key(tensor: Tensor) -> str:

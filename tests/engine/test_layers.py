@@ -62,7 +62,7 @@ class Ailing(Own):
         for number, layer in enumerate(self.layers):
             ill = number == 1 and self.seen >= self.since
             x = x + Amplified.apply(layer(x.detach() if self.alone else x), self.factor if ill else 1.0)
-        self.seen += 1
+        self.seen += self.training  # the loss is tried before the run, too
         return self.head(x)
 
 

@@ -64,6 +64,7 @@ from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout, LayoutRule, table
 from elastic.plan.ramp import Batches
 from elastic.plan.retention import Keep
+from elastic.protocol.copy_schedule import due
 
 NUMERICS = 3
 """The newest number of the setting ``numerics``; a new run begins with it."""
@@ -283,8 +284,7 @@ class Job(Part):
 
     def validates(self, step: int) -> bool:
         """Returns whether the state after ``step`` is validated."""
-        every = self.validation.every
-        return every > 0 and step > 0 and (step % every == 0 or step == self.steps)
+        return self.validation.every > 0 and due(step, self.validation.every, self.steps)
 
     @property
     def offloads(self) -> bool:

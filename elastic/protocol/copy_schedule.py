@@ -56,7 +56,9 @@ class Copy(NamedTuple):
 
 
 def due(step: int, save_every: int, target_step: int) -> bool:
-    """Returns whether the state after ``step`` is to be saved to the bucket."""
+    """Returns whether the state after ``step`` is due: after every ``save_every`` steps, and after the last one.  So are saves, and
+    validations.
+    """
     return step > 0 and (step % save_every == 0 or step == target_step)
 
 

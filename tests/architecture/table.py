@@ -56,6 +56,7 @@ IMPORTS = {
             "elastic.control.rules",
             "elastic.errors",
             "elastic.plan.*",
+            "elastic.protocol.copy_schedule",
         ),
         ("pydantic",),
     ),

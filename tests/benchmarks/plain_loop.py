@@ -85,15 +85,21 @@ class Model(nn.Module):
         return self.output(self.norm(x))
 
 
-def main() -> None:
+def common_options() -> argparse.ArgumentParser:
+    """Returns a parser of the options of every loop that is compared with ours."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--microbatches", type=int, default=4, help="of one sample each, by each rank in each step")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--recompute", action="store_true")
+    return parser
+
+
+def main() -> None:
+    parser = common_options()
     parser.add_argument("--attention", choices=("sdpa", "flex"), default="sdpa")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--recompute", action="store_true")
     known = parser.parse_args()
     size, seq = SIZES[known.size], known.seq
     if known.deterministic:

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from storage.checkpoints import Checkpoints
@@ -45,7 +46,8 @@ def child(boundary: int, folder: str) -> None:
     checkpoints.commit(DURING, receipts, {})
 
 
-def main(folder: str) -> None:
+def main(folder: str, child: Callable[[int, str], None]) -> None:
+    """Forks a child for each boundary until one is not killed, and prints how each has ended."""
     ends = []
     for boundary in range(1, 1000):
         pid = os.fork()
@@ -60,4 +62,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], child)

@@ -6,14 +6,12 @@ oldest checkpoint and the one that was begun are marked and removed.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 
 from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore
 from storage.slices import Version
-from tests.storage.killed_commit import Countdown
+from tests.storage.killed_commit import Countdown, main
 from tests.storage.states import TENSORS, save, state_of, write
 
 OLD, BEGUN, BEFORE, NEWEST = Version(1, 1), Version(2, 1), Version(3, 2), Version(4, 2)
@@ -35,19 +33,5 @@ def child(boundary: int, folder: str) -> None:
         checkpoints.remove(version)
 
 
-def main(folder: str) -> None:
-    ends = []
-    for boundary in range(1, 1000):
-        pid = os.fork()
-        if pid == 0:
-            child(boundary, f"{folder}/{boundary}")
-            os._exit(0)
-        _, status = os.waitpid(pid, 0)
-        ends.append((boundary, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0))
-        if not ends[-1][1]:
-            break
-    print(json.dumps(ends))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], child)

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,10 +15,9 @@ from storage.objects import Data, ObjectStore
 from storage.objects.port import PARTIAL
 from storage.slices import Version
 from tests.storage.killed_deletion import BEFORE, BEGUN, NEWEST, OLD, prepare
-from tests.support.patience import PATIENCE_S
+from tests.storage.test_killed import boundaries
 from tests.support.stores import Forwarding
 
-ROOT = Path(__file__).parents[2]
 _numbers = itertools.count()
 
 
@@ -138,21 +132,16 @@ def test_a_late_part_of_a_dead_writer_is_seen_and_collected(checkpoints: Checkpo
 
 
 def test_l7_killed_at_every_boundary_of_a_deletion(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(ROOT / "tests/storage/killed_deletion.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr
-    *killed, undisturbed = json.loads(done.stdout)
-    assert undisturbed[1] == 0
+    *killed, undisturbed = boundaries("killed_deletion.py", tmp_path)
     assert len(killed) >= 12
-    assert all(end == signal.SIGKILL for _, end in killed)
-    for boundary, _ in (*killed, undisturbed):
+    for boundary in (*killed, undisturbed):
         checkpoints = Checkpoints(ObjectStore.open(str(tmp_path / str(boundary))), "run")
         sound(checkpoints)
         delete(checkpoints, *(each.version for each in checkpoints.versions() if each.version in (OLD, BEGUN)))
         sound(checkpoints)
         left = sorted(path.name for path in (tmp_path / str(boundary) / "run" / "steps").iterdir())
         assert left == [f"{version.step:012d}" for version in (BEFORE, NEWEST)], "no folder and no partial file is left"
-    sound(Checkpoints(ObjectStore.open(str(tmp_path / str(undisturbed[0]))), "run"))
+    sound(Checkpoints(ObjectStore.open(str(tmp_path / str(undisturbed))), "run"))
 
 
 def test_what_a_dead_writer_left_half_written_goes_with_its_folder(tmp_path: Path) -> None:

@@ -29,19 +29,25 @@ def seen(folder: Path) -> bool:
     return there
 
 
-def test_killed_at_every_boundary_of_a_save(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(ROOT / "tests/storage/killed_commit.py"), str(tmp_path)]
+def boundaries(program: str, folder: Path) -> list[int]:
+    """Runs ``program`` of this folder.  Returns its boundaries: at all but the last, a child was killed (SIGKILL, as the system says)."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(ROOT / "tests/storage" / program), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     *killed, undisturbed = json.loads(done.stdout)
     assert undisturbed[1] == 0
-    assert len(killed) >= 30
     assert all(end == signal.SIGKILL for _, end in killed)
-    visible = [seen(tmp_path / str(boundary)) for boundary, _ in (*killed, undisturbed)]
+    return [boundary for boundary, _ in (*killed, undisturbed)]
+
+
+def test_killed_at_every_boundary_of_a_save(tmp_path: Path) -> None:
+    *killed, undisturbed = boundaries("killed_commit.py", tmp_path)
+    assert len(killed) >= 30
+    visible = [seen(tmp_path / str(boundary)) for boundary in (*killed, undisturbed)]
     assert visible == sorted(visible)  # first not there, then there: nothing between
     assert visible[0] is False
     assert visible[-1] is True
-    for boundary, _ in killed[::5]:  # and a later writer can do the save again, in another layout
+    for boundary in killed[::5]:  # and a later writer can do the save again, in another layout
         checkpoints = Checkpoints(ObjectStore.open(str(tmp_path / str(boundary))), "run")
         if not visible[boundary - 1]:
             save(checkpoints, DURING, state_of(TENSORS, seed=2), 3)

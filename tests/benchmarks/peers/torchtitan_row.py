@@ -28,7 +28,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
 from tests.benchmarks.models import SIZES, Size
-from tests.benchmarks.plain_loop import SETTLED
+from tests.benchmarks.plain_loop import SETTLED, common_options
 
 
 class RandomTokens(BaseDataLoader):
@@ -99,12 +99,7 @@ def config_of(known: argparse.Namespace, world: int) -> JobConfig:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", choices=SIZES, required=True)
-    parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--microbatches", type=int, default=4, help="of one sample each, by each rank in each step")
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--recompute", action="store_true")
+    parser = common_options()
     known = parser.parse_args()
     size = SIZES[known.size]
     if size.tied:

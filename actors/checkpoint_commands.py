@@ -1,8 +1,9 @@
-"""The commands for the checkpoints of a run that list and delete: ls, rm, gc."""
+"""The commands for the checkpoints of a run: ls, rm, gc, verify, export."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -12,7 +13,7 @@ from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.runs import Run
-from storage.checkpoints import Listed
+from storage.checkpoints import EXPORTED, Listed
 from storage.errors import Exists
 
 
@@ -78,6 +79,29 @@ def gc(job: Job, dry: bool, force: bool) -> int:
     number = len(found.marked) + len(found.due)
     rule = "" if job.keep().last else "; checkpoint.keep_last = 0 keeps all that are complete"
     say(f"{number} {'would be ' if dry else ''}deleted, {len(found.kept)} kept{rule}")
+    return 0
+
+
+def verify(job: Job, step: int | None) -> int:
+    """Checks every digest of the checkpoint of ``step``, or of the newest good one.  Returns 1 if it is not good."""
+    run = Run.begun(job)
+    report = run.checkpoints.verify(run.version_at(step))
+    say(str(report))
+    return 0 if report.good else 1
+
+
+def export(job: Job, step: int | None, folder: Path) -> int:
+    """Writes the whole tensors of a checkpoint to ``folder``.  Raises :class:`JobError` if it has such files or cannot be written."""
+    run = Run.begun(job)
+    there = [name for name in EXPORTED if (folder / name).exists()]
+    if there:
+        raise JobError(f"--to = {str(folder)!r} has {' and '.join(there)} already, perhaps of another step; name a new folder")
+    try:
+        written = run.checkpoints.export(run.version_at(step), folder)
+    except OSError as error:  # an error of the bucket would be a StorageError
+        raise JobError(f"--to = {str(folder)!r} is not a folder that can be written: {error.strerror}; name a new folder") from error
+    for path in written:
+        say(str(path))
     return 0
 
 

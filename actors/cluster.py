@@ -102,6 +102,11 @@ def begins_here() -> bool:
     return not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
 
 
+def joined(address: str) -> bool:
+    """Returns whether this process is part of the cluster at ``address``, ``host:port`` of its head."""
+    return ray.is_initialized() and bool(ray.get_runtime_context().gcs_address == address)
+
+
 def check_here(address: str) -> None:
     """Raises :class:`PlatformGaveUp` if this machine is not a node of any cluster.  Ray itself would take a minute to say so."""
     try:

@@ -41,7 +41,7 @@ def _connected(job: Job) -> bool:
     if not ray.is_initialized():
         cluster.check_here(owner["address"])
     cluster.connect(owner["address"])
-    return True
+    return cluster.joined(owner["address"])
 
 
 def coordinator_of(job: Job) -> Any | None:
@@ -71,7 +71,7 @@ class Absent:
                 f"{job.name} is trained by process {pid} of this machine (--local); Ctrl-C there, or `kill -INT {pid}`, stops it", False
             )
         end = run.end()
-        over = end is not None or ray.is_initialized() or owner["address"] == LOCAL
+        over = end is not None or cluster.joined(owner["address"]) or owner["address"] == LOCAL
         unless = "" if over else f", or its cluster, {owner['address']}, cannot be reached from here"
         how = "" if end is None else f"; it ended as {type(end).__name__}"
         why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""

@@ -100,7 +100,7 @@ def test_local_says_what_it_does_not_use_and_how_it_goes_on(
         if isinstance(line, StepLine) and line.step == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("actors.cli.show_for", lambda job: ctrl_c)
+    monkeypatch.setattr("actors.commands.show_for", lambda job: ctrl_c)
     assert main(["train", job, "--local", *settings]) == 3
     shown = capsys.readouterr().out
     assert [line.split(" ", 1)[1] for line in shown.splitlines() if " no effect" in line] == (

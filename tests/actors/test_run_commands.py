@@ -54,6 +54,18 @@ def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
     return job, start(job, preflight(job).build, uuid.uuid4().hex, 0)
 
 
+def test_a_run_of_another_cluster_may_live(tmp_path: Path) -> None:
+    """This process is part of a cluster that knows no such run; that of the run cannot be reached, so nothing is known of it."""
+    run = Run.open(toy_job(tmp_path, name=uuid.uuid4().hex))
+    run.claim("127.0.0.1:1")
+    absent = run_commands.Absent.of(run.job)
+    assert run_commands.coordinator_of(run.job) is None and not absent.over and "127.0.0.1:1, cannot be reached" in absent.said
+    run.claim(ray.get_runtime_context().gcs_address)
+    assert run_commands.coordinator_of(run.job) is None and run_commands.Absent.of(run.job).over, (
+        "the control: this cluster has no such run"
+    )
+
+
 def reached(name: str, step: int) -> bool:
     return (view := view_of(name)) is not None and view.step >= step
 

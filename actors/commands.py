@@ -1,0 +1,322 @@
+"""The commands of ``elastic``: each reads the job, calls the code that does the work, and prints the answer."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+import traceback
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+import elastic
+from actors.terminal import console, say, show_for, show_result
+from elastic.config.command_line import COMMAND_LINE
+from elastic.errors import ElasticError, JobError, PlatformGaveUp
+from elastic.imports import failure
+from elastic.job import Job
+from storage.errors import Damaged, StorageError
+
+if TYPE_CHECKING:
+    from storage.journal import Segment
+
+MOST_PARAMS = 1e15
+"""Largest number of parameters of `elastic estimate`."""
+
+
+def _job(known: Namespace) -> Job:
+    return Job.load(known.job, known.settings)
+
+
+def _line(known: Namespace) -> str:
+    """Returns the words that name the same run on the command line of another command."""
+    return shlex.join([str(known.job), *known.line])
+
+
+def train(known: Namespace) -> int:
+    from actors import cluster
+    from actors.launch import launch
+
+    sys.path.insert(0, str(Path.cwd()))
+    cluster.check_file(known.job)
+    job = _job(known)
+    for warning in job.warnings():
+        say(warning, "note: ", "yellow")
+    line = f"{_line(known)} --local" if known.local else _line(known)
+    try:
+        result = launch(job, address=known.address, local=known.local, branch=known.branch, show=show_for(job))
+    except (ElasticError, StorageError):
+        raise
+    except Exception as error:  # with --local the user's own code runs in this process
+        if not known.local:
+            raise
+        traceback.print_exc()
+        raise JobError(f"the job failed in this process: {failure(error)}; the traceback is above") from error
+    return show_result(result, job, line)
+
+
+def on_run(known: Namespace) -> int:
+    from actors import run_commands
+
+    job = _job(known)
+    match known.command:
+        case "status":
+            return run_commands.status(job, known.once)
+        case "attach":
+            return run_commands.attach(job, _line(known))
+        case "stop":
+            return run_commands.stop(job)
+        case "clean":
+            return run_commands.clean(job, known.force)
+        case _:
+            return run_commands.logs(job, known.workers, known.follow)
+
+
+def estimate(known: Namespace) -> int:
+    from elastic.train import estimate
+
+    if (known.params is None) is (known.job is None):
+        raise JobError(f"{COMMAND_LINE}: elastic estimate takes a job file, or --params and a number, say --params 7e9")
+    if known.params is not None:
+        if known.line:
+            raise JobError(f"{COMMAND_LINE}: {shlex.join(known.line)} has no effect with --params; name a job file in its place")
+        if not 1 <= known.params <= MOST_PARAMS:
+            raise JobError(f"{COMMAND_LINE}: --params = {known.params:g} is no number of parameters; give 1 to {MOST_PARAMS:g}, say 7e9")
+        for line in estimate.of_parameters(known.params):
+            say(line)
+        return 0
+    sys.path.insert(0, str(Path.cwd()))
+    job = _sized(_job(known))
+    tensors, tried = estimate.tensors_of_job(job), list[estimate.Tried]()
+    try:
+        tried = estimate.by_recompute(job, tensors)
+    except Exception as error:  # of the data, the model or the loss: the rest can be told without them
+        say(f"what a microbatch takes is not known: {error if isinstance(error, ElasticError) else failure(error)}", "note: ", "yellow")
+    for line in estimate.of_job(job, tensors, tried):
+        say(line)
+    table = Table(
+        "share the state", *(f"zero = {stage}" for stage in estimate.STAGES), title="what must fit a worker's device, without a microbatch"
+    )
+    for shards, sizes in estimate.by_stage(job, tensors, job.workers.max):
+        table.add_row(str(shards), *map(estimate.gigabytes, sizes))
+    console.print(table)
+    if tried:
+        table = Table("recompute", "comes and goes with a microbatch", "workers that must share the state")
+        for each in tried:
+            table.add_row(each.policy, estimate.gigabytes(each.transient), _workers(each.least, job))
+        console.print(table)
+    return 0
+
+
+def _sized(job: Job) -> Job:
+    """Returns ``job`` with numbers for ``microbatch`` and ``global_batch``, and says what ``microbatch = "auto"`` stands for."""
+    from elastic.train.machine.device import limit_of
+    from elastic.train.microbatch import chosen
+    from elastic.train.session import settled
+
+    if job.microbatch == "auto":
+        memory, one = limit_of(job), job.replace(microbatch=1)
+        if not memory and job.workers.gpus:
+            job, why = one, "not known before the memory of devices is; name that, say --workers.device-gb 80; all below is for 1"
+        else:
+            try:
+                job, why = chosen(settled(job), memory)
+            except (ElasticError, StorageError) as error:  # of the data, or a device that is too small
+                job, why = one, f"not known: {error}; all below is for 1"
+        say(f"microbatch = {job.microbatch if job is not one else 'auto'}: {why}")
+    return job if job.global_batch != "all" else job.replace(global_batch=job.microbatch_size)  # memory does not depend on it
+
+
+def evaluate(known: Namespace) -> int:
+    from elastic.protocol.commit_record import told_of
+    from elastic.train.local import evaluate_here
+
+    sys.path.insert(0, str(Path.cwd()))
+    version, found = evaluate_here(_job(known), known.step)
+    say(told_of(version.step, found))
+    return 0
+
+
+def _workers(least: int, job: Job) -> str:
+    return str(least) if least else "not known" if job.workers.device_gb == "auto" else f"more than {job.workers.max}"
+
+
+def dtypes(_: Namespace) -> int:
+    from elastic.engine.dtypes import FORMATS, format_of
+
+    table = Table("format", "exponent / mantissa", "largest", "smallest normal", "smallest", "eps")
+    for name, dtype in FORMATS.items():
+        found = format_of(dtype)
+        numbers = (found.smallest_normal, found.smallest_subnormal, found.eps)
+        table.add_row(name, f"{found.exponent} / {found.mantissa}", f"±{found.largest:.6g}", *(f"{number:.3g}" for number in numbers))
+    console.print(table)
+    return 0
+
+
+def settings(_: Namespace) -> int:
+    from elastic.config.describe import settings_page
+
+    print(settings_page(Job), end="")
+    return 0
+
+
+def replay(known: Namespace) -> int:
+    from elastic.report.replay import differences, tell
+    from elastic.runs import Run
+    from storage import journal
+
+    rules = None
+    if known.job.suffix == ".toml":
+        job = _job(known)
+        segments, rules = journal.read(Run.begun(job).store, job.name), job.rules()
+        if not segments:
+            raise JobError(f"there is no journal of {job.name} in {job.bucket}: it has run there only with --local, which writes none")
+    elif known.line:
+        raise JobError(f"{COMMAND_LINE}: {shlex.join(known.line)}: {str(known.job)!r} is a file of a journal, and has no settings")
+    else:
+        segments = _journal_of(known.job)
+    if not known.check:
+        for line in tell(segments, layers=known.layers):
+            say(line)
+        return 0
+    found = list(differences(segments, elastic.__version__, rules))
+    for each in found:
+        say(str(each))
+    decisions, other = sum(len(records) for _, records in segments), {each.n for each in found if each.what != "reason"}
+    worded = {each.n for each in found} - other
+    say(f"{decisions} decisions: this version decides {len(other)} otherwise and words {len(worded)} differently")
+    return 1 if other else 0
+
+
+def metrics(known: Namespace) -> int:
+    from elastic.metrics import rows_of
+    from elastic.report.metrics import csv_table, json_line
+    from elastic.runs import Run
+
+    rows = rows_of(Run.begun(_job(known)))
+    if known.csv:
+        print(csv_table(list(rows)), end="")
+    else:
+        for row in rows:
+            print(json_line(row))
+    return 0
+
+
+def _journal_of(path: Path) -> list[Segment]:
+    """Returns the segments in a file of a journal.  Raises :class:`JobError` for another file, and one that begins without a snapshot."""
+    from storage import journal
+
+    advice, named = "name a job file, or a file of a journal that begins with a snapshot", repr(str(path))
+    try:
+        raw = path.read_bytes()
+        segments = journal.parse(journal.unpacked(raw, str(path)) if path.suffix == ".gz" else raw, tail=True)
+    except OSError as error:
+        raise JobError(f"{named} cannot be read ({error.strerror}); {advice}") from None
+    except Damaged as error:
+        if error.object not in ("line 1", str(path)):
+            raise Damaged(f"{path}, {error.object}", error.expected, error.found) from None
+        segments = []
+    if not segments:
+        raise JobError(f"{named} is not a file of a journal; {advice}")
+    if (base := segments[0][0].get("continues")) is not None:
+        where = f"the snapshot before it begins {base:012d}.jsonl"
+        raise JobError(f"{named} goes on where another file of the journal ends: {where}; {advice}; the job file replays them all")
+    return segments
+
+
+def chaos(known: Namespace) -> int:
+    from actors.chaos import HARMLESS, PERFORMED, Chaos
+    from actors.run_commands import Absent, coordinator_of
+    from elastic.sim.faults import Kind, draw, from_json
+
+    job = _job(known)
+    if unknown := [word for word in known.kinds or () if word not in {*Kind}]:
+        raise JobError(f"--kinds: {unknown[0]!r} is no kind of fault; those that can be performed are {', '.join(sorted(PERFORMED))}")
+    try:
+        kinds = [Kind(kind) for kind in known.kinds or HARMLESS]
+        faults = from_json(known.script.read_text()) if known.script else draw(known.seed, known.faults, known.span, kinds)
+        if coordinator_of(job) is None:
+            raise PlatformGaveUp(Absent.of(job).said)
+        chaos = Chaos(job, faults, lambda strike: say(str(strike), f"{time.strftime('%H:%M:%S')} ", "dim"))
+    except (ValueError, OSError) as error:
+        raise JobError(f"{f'--script {known.script}' if known.script else '--kinds'}: {error}") from None
+    chaos.run()
+    chaos.close()
+    said = f"{len(chaos.performed)} of {len(faults)} faults performed, written to {chaos.record}"
+    say(f"{said}; `elastic replay {_line(known)}` tells the rest")
+    return 0
+
+
+def simulate(known: Namespace) -> int:
+    from elastic.sim import command
+
+    try:
+        seeds = command.seeds_of(known.seeds)
+        if known.script is not None:
+            return command.simulate_script(known.script, seeds, print)
+        if known.trace is not None:
+            return command.simulate_trace(known.trace, seeds, known.pace, print)
+    except (OSError, ValueError) as error:
+        say(str(error))
+        return 2
+    return command.simulate_seeds(seeds, known.jobs, print)
+
+
+def prepare(known: Namespace) -> int:
+    from elastic.data.prepare import prepare
+    from elastic.data.sources import SUFFIXES
+
+    summary = prepare(
+        known.source,
+        known.destination,
+        tuple(known.suffix or SUFFIXES),
+        known.text_field,
+        tokenizer=known.tokenizer,
+        bpe=known.train_bpe,
+        end_of_document=known.end_of_document,
+        held_out=known.held_out,
+        unique=known.unique,
+    )
+    say(str(summary))
+    return 0
+
+
+def show_data(known: Namespace) -> int:
+    from elastic.data.show import show
+
+    for name, text in show(known.dataset).items():
+        say(text, f"{name:<12}", "dim")
+    return 0
+
+
+def checkpoint_ls(known: Namespace) -> int:
+    from actors.checkpoint_commands import ls
+
+    return ls(_job(known))
+
+
+def checkpoint_rm(known: Namespace) -> int:
+    from actors.checkpoint_commands import rm
+
+    return rm(_job(known), known.step, known.force)
+
+
+def checkpoint_gc(known: Namespace) -> int:
+    from actors.checkpoint_commands import gc
+
+    return gc(_job(known), known.dry_run, known.force)
+
+
+def checkpoint_verify(known: Namespace) -> int:
+    from actors.checkpoint_commands import verify
+
+    return verify(_job(known), known.step)
+
+
+def checkpoint_export(known: Namespace) -> int:
+    from actors.checkpoint_commands import export
+
+    return export(_job(known), known.step, known.to)

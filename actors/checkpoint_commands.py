@@ -1,7 +1,8 @@
-"""The commands for the checkpoints of a run: ls, rm, gc, verify, export."""
+"""The commands for the checkpoints of a run: ls, show, diff, rm, gc, verify, export."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from elastic.job import Job
 from elastic.runs import Run
 from storage.checkpoints import EXPORTED, Listed
 from storage.errors import Exists
+from storage.slices import Tensor, nbytes
 
 
 def ls(job: Job) -> int:
@@ -41,6 +43,72 @@ def _state(listed: Listed, newest: Version | None) -> str:
     if listed.damaged or listed.manifest is None:
         return "damaged" if listed.damaged else "incomplete"
     return "newest complete" if listed.version == newest else "complete"  # the digests are not checked here
+
+
+def show(job: Job, step: int | None) -> int:
+    """Prints what the checkpoint of ``step`` is, or the newest good one: its history, its files, and its tensors by kind."""
+    run = Run.begun(job)
+    version = run.version_at(step)
+    reader = run.checkpoints.open(version)
+    kept = retention.judge(run, job.keep(), retention.as_it_stands(run), run.checkpoints.versions()).kept
+    manifest, about = reader.manifest, reader.manifest.about
+    said = {
+        "version": str(version),
+        "from": f"step {about['parent'][0]} of generation {about['parent'][1]}" if about.get("parent") else "not known",
+        "steps by": ", ".join(f"generation {generation} up to {last}" for generation, last in manifest.lineage),
+        "layout": " × ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items()),
+        "written by": ", ".join(f"{name} {number}" for name, number in about.get("versions", {}).items()),
+        "folder": run.store.full_name(run.checkpoints.folder(version)),
+        "files": f"{len(manifest.files)}, {sum(file.size for file in manifest.files):,} bytes, {reader.index.slices:,} slices",
+        "kept by": ", ".join(kept.get(version, ())),
+    }
+    for name, text in said.items():
+        say(text or "nothing", f"{name:<12}", "dim")
+    table = Table("kind", "tensors", "elements", "bytes", "types")
+    by_kind = dict[str, list[Tensor]]()
+    for tensor in reader.tensors():
+        by_kind.setdefault(tensor.kind, []).append(tensor)
+    for kind, tensors in by_kind.items():
+        wholes = [tensor.whole() for tensor in tensors]
+        size = sum(nbytes(tensor, whole) for tensor, whole in zip(tensors, wholes, strict=True))
+        types = ", ".join(sorted({tensor.dtype for tensor in tensors}))
+        table.add_row(kind, f"{len(tensors):,}", f"{sum(whole.count for whole in wholes):,}", f"{size:,}", types)
+    console.print(table)
+    return 0
+
+
+def diff(job: Job, steps: Sequence[int], every: bool, top: int) -> int:
+    """Prints how far each parameter has moved between the checkpoints of two steps, the one that moved most first.
+
+    With ``every``, moments and buffers too.  ``top`` is the largest number of tensors that are listed, 0 for all.
+    """
+    from elastic.state.difference import compare
+
+    run = Run.begun(job)
+    first, second = (run.checkpoints.open(run.version_at(step)) for step in steps)
+    found = compare(first, second, ("",) if every else ("parameter",))
+    listed = sorted(found.moved, key=lambda each: (not any(each.strange), -each.part))
+    table = Table(
+        "tensor", f"norm at {steps[0]}", f"norm at {steps[1]}", "norm of the difference", "as a part", "largest change", "not finite"
+    )
+    for each in listed[: top or None]:
+        name = each.tensor.name if each.tensor.kind == "parameter" else f"{each.tensor.name} ({each.tensor.kind})"
+        strange = "" if not any(each.strange) else " and ".join(f"{count:,}" for count in each.strange)
+        numbers = (*(f"{norm:.6g}" for norm in each.norms), f"{each.part:.3g}", f"{each.largest:.3g}")
+        table.add_row(name, *numbers, strange)
+    console.print(table)
+    for step, other, tensors in ((steps[0], steps[1], found.only_first), (steps[1], steps[0], found.only_second)):
+        if tensors:
+            names = ", ".join(tensor.name for tensor in tensors[:4]) + (" …" if len(tensors) > 4 else "")
+            say(f"{len(tensors)} of step {step} are not in step {other}, or have another shape or type there: {names}")
+    moved = math.sqrt(sum(each.moved_square for each in found.moved))
+    before = math.sqrt(sum(each.first_square for each in found.moved))
+    same = sum(each.equal for each in found.moved)
+    harmed = sum(any(each.strange) for each in found.moved)
+    part = f", {moved / before:.3g} of what it was" if before else ""
+    told = f"; {harmed} have elements that are not finite" if harmed else ""
+    say(f"{len(found.moved)} tensors: {same} have the same bits; all together moved by {moved:.6g}{part}{told}")
+    return 0
 
 
 def rm(job: Job, step: int, force: bool) -> int:

@@ -44,6 +44,8 @@ def _parser() -> Parser:
     estimate.add_argument("--params", type=float, help="only tell what so many parameters take, say 7e9")
     evaluate = _takes_job(parsers, "evaluate", commands.evaluate, "measure the loss of a checkpoint on held-out samples, in this process")
     evaluate.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
+    rerun = _takes_job(parsers, "rerun", commands.rerun, "compute a step again from the checkpoint before it, in this process")
+    rerun.add_argument("--step", type=int, required=True, help="the step; there must be a checkpoint of the step before it")
     data = parsers.add_parser("data", help="prepare datasets and look at them")
     _add_data(data.add_subparsers(metavar="command", required=True))
     checkpoint = parsers.add_parser("checkpoint", help="look at the checkpoints of a run, and delete some")
@@ -145,8 +147,13 @@ def _add_checkpoint(parsers: Any) -> None:
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     for command in (rm, gc):
         command.add_argument("--force", action="store_true", help="do so even if it is not certain that the run does not live")
+    show = _takes_job(parsers, "show", commands.checkpoint_show, "tell what a checkpoint is: files, tensors, layout, history")
+    diff = _takes_job(parsers, "diff", commands.checkpoint_diff, "tell how far each tensor has moved between two checkpoints")
+    diff.add_argument("--between", type=int, nargs=2, metavar="STEP", required=True, help="steps of the two checkpoints")
+    diff.add_argument("--all", action="store_true", help="compare moments and buffers, too")
+    diff.add_argument("--top", type=int, default=20, help="number of tensors that are listed, those that moved most (default: 20; 0: all)")
     verify = _takes_job(parsers, "verify", commands.checkpoint_verify, "check every digest of a checkpoint")
     export = _takes_job(parsers, "export", commands.checkpoint_export, "write whole tensors as plain safetensors")
-    for command in (verify, export):
+    for command in (show, verify, export):
         command.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
     export.add_argument("--to", type=Path, required=True, help="folder to write to")

@@ -132,11 +132,34 @@ def _sized(job: Job) -> Job:
 
 def evaluate(known: Namespace) -> int:
     from elastic.protocol.commit_record import told_of
-    from elastic.train.local import evaluate_here
+    from elastic.train.revisit import evaluate_here
 
     sys.path.insert(0, str(Path.cwd()))
     version, found = evaluate_here(_job(known), known.step)
     say(told_of(version.step, found))
+    return 0
+
+
+def rerun(known: Namespace) -> int:
+    from elastic.train.revisit import rerun_here
+
+    sys.path.insert(0, str(Path.cwd()))
+    again = rerun_here(_job(known), known.step)
+    now, then = again.now, again.then
+    table = Table("microbatch", "samples", "loss", "terms", "loss that the run recorded")
+    for index, (loss, count, ids) in enumerate(zip(now.losses, now.counts, now.samples, strict=True)):
+        named = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+        told = "not known" if then is None else "the same bits" if then.losses[index] == loss else f"{then.losses[index]:g}"
+        table.add_row(str(index), named, f"{loss:g}", f"{count:g}", told)
+    console.print(table)
+    if now.layers:
+        table = Table("layer", "norm of its gradient")
+        for name, norm in now.layer_norms.items():
+            table.add_row(name, f"{norm:.6g}")
+        console.print(table)
+    skipped = "" if now.finite else "; the gradient is not finite, so the step changes nothing"
+    recorded = "" if then is None else f"; the run recorded {then.loss:.6g} and {then.norm:.6g}{', the same bits' if again.same else ''}"
+    say(f"step {now.step}: loss {now.loss:.6g}, norm {now.norm:.6g}{recorded}{skipped}")
     return 0
 
 
@@ -308,6 +331,18 @@ def checkpoint_gc(known: Namespace) -> int:
     from actors.checkpoint_commands import gc
 
     return gc(_job(known), known.dry_run, known.force)
+
+
+def checkpoint_show(known: Namespace) -> int:
+    from actors.checkpoint_commands import show
+
+    return show(_job(known), known.step)
+
+
+def checkpoint_diff(known: Namespace) -> int:
+    from actors.checkpoint_commands import diff
+
+    return diff(_job(known), known.between, known.all, known.top)
 
 
 def checkpoint_verify(known: Namespace) -> int:

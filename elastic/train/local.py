@@ -22,12 +22,11 @@ from elastic.control.skips import note
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import JobError, PlatformGaveUp
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import NodeId, Version
 from elastic.job import Job
 from elastic.metrics import Sinks, store_rows
 from elastic.plan.layout import Layout
 from elastic.plan.placement import written_by
-from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validated, told_of
@@ -40,7 +39,6 @@ from elastic.report.story import Line, Sentence, Story
 from elastic.retention import Retention
 from elastic.runs import Run
 from elastic.state.heal import Healing, home_of
-from elastic.state.shard import Shard
 from elastic.state.streaming import look_at
 from elastic.state.uploader import name_of
 from elastic.train.apply_fence import ApplyFence
@@ -51,14 +49,13 @@ from elastic.train.machine.device import memory_of
 from elastic.train.microbatch import decided
 from elastic.train.model import State, build_model, tensors_of
 from elastic.train.profiler import Profiler
+from elastic.train.revisit import WORKER, go
 from elastic.train.session import make_session, make_snapshots, prepare_process
 from elastic.train.step import Session, run_step
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import Damaged, StorageError
 from storage.slices import Tensor
-
-WORKER = WorkerId("local")
 
 
 def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
@@ -97,32 +94,6 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
             session.close()
 
 
-def evaluate_here(job: Job, step: int | None = None) -> tuple[Version, Validated]:
-    """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of ``[validation]``, in this process.
-
-    The run may live: nothing of it is changed.  Raises :class:`JobError`, and :class:`~storage.errors.Damaged` for bytes that changed.
-    """
-    device, run = prepare_process(job), Run.begun(job)
-    version = run.version_at(step)
-    asked = job.validation.model_copy(update={"every": max(job.validation.every, 1)})
-    job = run.job.replace(validation=asked, workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
-    with TemporaryDirectory() as folder:
-        session = make_session(job, Counters(Path(folder) / "counters", create=True))
-        world = World.alone(device, generation=1)
-        try:
-            plan = Plan(1, 1, Layout(), (WORKER,), version, "bucket", (), NodeId("local"))
-            state = State(job, session.builder, session.rule, world, version)
-            healing = Healing(state, plan, WORKER, session)
-            healing.finish([], run.checkpoints)
-            healing.settle()
-            fence = ApplyFence(Member(WORKER))
-            _begin(fence, plan, state.shard)
-            return version, validate(session, state, fence, version.step)
-        finally:
-            world.close()
-            session.close()
-
-
 def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] | None = None) -> ShardReceipt:
     """Writes this process's part of a save itself and returns the receipt; ``hook`` is called before each slice goes out.
 
@@ -142,15 +113,6 @@ def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] |
 
 def _raw(value: torch.Tensor) -> memoryview:
     return memoryview(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _begin(fence: ApplyFence, plan: Plan, shard: Shard) -> None:
-    """Brings the member to the point to which a coordinator's orders would bring it."""
-    with fence as member:
-        member.form(plan)
-        member.enter(plan)
-        member.healed(0.0, Holding(WORKER, shard.version, shard.cell), shard)
-        member.go(plan.generation)
 
 
 class _Local:
@@ -174,7 +136,7 @@ class _Local:
     def train(self) -> tuple[str, str, int]:
         job = self.session.job
         state = self._healed()
-        _begin(self.apply_fence, self.plan, state.shard)
+        go(self.apply_fence, self.plan, state.shard)
         self.show_sentence(decay_line(state))
         step = state.shard.version.step
         if not step and not job.offloads:

@@ -12,7 +12,8 @@ from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.report.story import Sentence
 from elastic.runs import Run
-from elastic.train.local import evaluate_here, run_local
+from elastic.train.local import run_local
+from elastic.train.revisit import evaluate_here
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.job_file import to_toml
 from tests.support.toys import toy_job

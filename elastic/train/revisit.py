@@ -1,0 +1,109 @@
+"""Looks again at a checkpoint, in this process: what it loses on held-out samples, and what the step after it does.
+
+Nothing of the run is changed, so it may live meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from elastic.engine.world import World
+from elastic.errors import JobError
+from elastic.ids import NodeId, Version, WorkerId
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.plan.transfer import Holding
+from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validated
+from elastic.protocol.member import Member
+from elastic.protocol.plan import Plan
+from elastic.report.ledger import ledger
+from elastic.runs import Run
+from elastic.state.heal import Healing
+from elastic.state.shard import Shard
+from elastic.train.apply_fence import ApplyFence
+from elastic.train.counters import Counters
+from elastic.train.model import State
+from elastic.train.session import make_session, prepare_process
+from elastic.train.step import Session, run_step
+from elastic.train.validation import validate
+
+WORKER = WorkerId("local")
+
+
+def evaluate_here(job: Job, step: int | None = None) -> tuple[Version, Validated]:
+    """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of ``[validation]``.
+
+    Raises :class:`JobError`, and :class:`~storage.errors.Damaged` for bytes that changed.
+    """
+    run = Run.begun(job)
+    asked = job.validation.model_copy(update={"every": max(job.validation.every, 1)})
+    with _restored(run, job, run.job.replace(validation=asked), step) as (session, state, fence):
+        version = state.shard.version
+        return version, validate(session, state, fence, version.step)
+
+
+@dataclass(frozen=True)
+class Again:
+    """A step that was computed once more: what came out now, and what the run has recorded, or None if its journal lacks that step."""
+
+    now: Outcome
+    then: Outcome | None
+
+    @property
+    def same(self) -> bool:
+        """True if all recorded losses and the norm of the gradient have the same bits."""
+        then = self.then
+        return then is not None and (self.now.losses, self.now.squared_norm) == (then.losses, then.squared_norm)
+
+
+def rerun_here(job: Job, step: int) -> Again:
+    """Computes ``step`` again from the checkpoint before it, with the norms of all layers.
+
+    Raises :class:`JobError` if there is no good checkpoint of the step before, and :class:`~storage.errors.Damaged` for bytes that changed.
+    """
+    run = Run.begun(job)
+    if not 1 <= step <= run.job.steps:
+        raise JobError(f"--step {step}: {run.job.name} has the steps 1 to {run.job.steps}")
+    watched = run.job.watch.model_copy(update={"every": 1})
+    with _restored(run, job, run.job.replace(watch=watched, faults=()), step - 1) as (session, state, fence):
+        its = session.job
+        shape = CommitShape(1, 1, its.microbatches, its.microbatch_size, Layout())
+        now = run_step(session, state, fence, shape, step, lambda: GO_ON)
+    return Again(now, ledger(run.segments()).get(step))
+
+
+@contextmanager
+def _restored(run: Run, job: Job, its: Job, step: int | None) -> Iterator[tuple[Session, State, ApplyFence]]:
+    """Yields the state of the good checkpoint at ``step``, or of the newest, and what is needed to compute with it, on the workers' kind of
+    device that ``job`` names."""
+    version = Version(0, 0) if step == 0 else run.version_at(step)
+    its = its.replace(workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
+    device = prepare_process(its)
+    with TemporaryDirectory() as folder:
+        session = make_session(its, Counters(Path(folder) / "counters", create=True))
+        world = World.alone(device, generation=1)
+        try:
+            plan = Plan(1, 1, Layout(), (WORKER,), version, "bucket" if version.step else "init", (), NodeId("local"))
+            state = State(its, session.builder, session.rule, world, version)
+            healing = Healing(state, plan, WORKER, session)
+            healing.finish([], run.checkpoints)
+            healing.settle()
+            fence = ApplyFence(Member(WORKER))
+            go(fence, plan, state.shard)
+            yield session, state, fence
+        finally:
+            world.close()
+            session.close()
+
+
+def go(fence: ApplyFence, plan: Plan, shard: Shard) -> None:
+    """Brings the only member to the point to which a coordinator's orders would bring it."""
+    with fence as member:
+        member.form(plan)
+        member.enter(plan)
+        member.healed(0.0, Holding(WORKER, shard.version, shard.cell), shard)
+        member.go(plan.generation)

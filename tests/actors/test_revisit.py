@@ -1,0 +1,49 @@
+"""G4: looking at a run that diverged: a step is computed again, and checkpoints are compared and shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from actors.cli import main
+from elastic.errors import JobError
+from elastic.train.revisit import rerun_here
+from tests.support.chaos import trial
+from tests.support.job_file import to_toml
+from tests.support.toys import toy_job
+
+
+def test_g4_a_step_of_any_checkpoint_is_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """G4: a worker was killed, and one process has the bits that two recorded.  The control: those of another step are others.
+
+    The run is not changed.
+    """
+    faults = [{"point": "before_commit", "step": 7, "world_rank": 1}]
+    job = toy_job(tmp_path / "bucket", steps=8, parallel={"dp_replicate": 1}, checkpoint={"save_every": 2}, faults=faults)
+    assert trial(job, hash_it=False).result.state == "Finished"
+    before = sorted(tmp_path.rglob("*"))
+    seventh, fifth, first = rerun_here(job, 7), rerun_here(job, 5), rerun_here(job, 1)
+    assert seventh.same and fifth.same and first.same and {*seventh.now.layer_norms} == {*fifth.now.layer_norms} != set()
+    assert seventh.then is not None and seventh.then.generation > 1 and seventh.now.losses != fifth.now.losses
+    for step, why in ((4, "no good checkpoint at step 3"), (9, "--step 9: .* has the steps 1 to 8"), (0, "--step 0: .*1 to 8")):
+        with pytest.raises(JobError, match=why):
+            rerun_here(job, step)
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(job))
+    assert main(["rerun", str(file), "--step", "7"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("the same bits") == job.microbatches + 1 and f"step 7: loss {seventh.now.loss:.6g}" in " ".join(shown.split())
+    assert main(["checkpoint", "diff", str(file), "--between", "4", "8"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"\d+ tensors: 0 have the same bits; all together moved by", shown), shown
+    assert main(["checkpoint", "diff", str(file), "--between", "8", "8", "--all"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (equal := re.search(r"(\d+) tensors: (\d+) have the same bits; all together moved by 0, ", shown)) and equal[1] == equal[2], (
+        shown
+    )
+    assert main(["checkpoint", "show", str(file), "--step", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"version +step 8 of generation \d", shown) and "moment.exp_avg" in shown and "generation 1 up to 6" in shown
+    assert sorted(path for path in tmp_path.rglob("*") if path != file) == before

@@ -15,7 +15,10 @@ from storage.errors import StorageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code: 0 finished, 3 stopped and resumable, 1 an error of the job, 2 the platform gave up."""
+    """Runs one command and returns the exit code.
+
+    0: finished, 1: an error of the job, 2: the platform gave up, 3: stopped and resumable, 4: restarted in vain too often.
+    """
     try:
         known = _parser().parse_args(arguments)
         code: int = known.perform(known)
@@ -71,13 +74,14 @@ def _takes_job(
 
 
 def _add_run_commands(parsers: Any) -> None:
-    usage = "elastic train [-h] [--local] [--branch] [--address ADDRESS] job [--section.option value ...]"
+    usage = "elastic train [-h] [--local] [--branch] [--again] [--address ADDRESS] job [--section.option value ...]"
     train = _takes_job(parsers, "train", commands.train, "train a job, or go on with its run", listed=True, usage=usage)
     train.add_argument("--local", action="store_true", help="train with one worker in this process, without Ray")
     train.add_argument(
         "--address", help="address of the Ray cluster (default: the one this was submitted to, or else a new one on this machine)"
     )
     train.add_argument("--branch", action="store_true", help="go on with a run whose settings were others, from its newest checkpoint")
+    train.add_argument("--again", action="store_true", help="start a run that was restarted in vain too often (watch.max_restarts)")
     status = _takes_job(parsers, "status", commands.on_run, "show where a run stands, and follow it")
     status.add_argument("--once", action="store_true", help="print it once, and do not follow")
     _takes_job(parsers, "attach", commands.on_run, "follow a run from its start to its end; Ctrl-C leaves it running")

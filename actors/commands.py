@@ -47,7 +47,7 @@ def train(known: Namespace) -> int:
         say(warning, "note: ", "yellow")
     line = f"{_line(known)} --local" if known.local else _line(known)
     try:
-        result = launch(job, address=known.address, local=known.local, branch=known.branch, show=show_for(job))
+        result = launch(job, address=known.address, local=known.local, branch=known.branch, again=known.again, show=show_for(job))
     except (ElasticError, StorageError):
         raise
     except Exception as error:  # with --local the user's own code runs in this process

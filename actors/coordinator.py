@@ -27,6 +27,7 @@ from actors.journal_replicas import JournalReplicas
 from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder, make_log_folder
 from actors.survivors import Left, find
+from elastic import restarts
 from elastic.control import codec, copy_inventory
 from elastic.control.inbox import Inbox
 from elastic.control.machine import Transition, advance
@@ -204,7 +205,8 @@ class Coordinator:
         try:
             before = self.run.claims(life)
             after = None if before else self.run.follows(seen)
-            self.incarnation = self.run.claim(address, life, node, after)
+            more = restarts.goes_on(self.run) if before else restarts.begins(self.run)
+            self.incarnation = self.run.claim(address, life, node, after, **more)
         except Deposed:
             what = f"was taken over by a command on the cluster at {self.run.home()}"
         except Exists:

@@ -19,6 +19,7 @@ import ray
 from actors import cluster
 from actors.coordinator import Coordinator, View
 from actors.signals import Requests
+from elastic import restarts
 from elastic.branches import flat
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import FINISHED, STOPPED, ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
@@ -55,10 +56,19 @@ class Result:
     """The user's traceback, if the job is at fault."""
 
 
-def launch(job: Job, *, address: str | None = None, local: bool = False, branch: bool = False, show: Show = lambda line: None) -> Result:
+def launch(
+    job: Job,
+    *,
+    address: str | None = None,
+    local: bool = False,
+    branch: bool = False,
+    again: bool = False,
+    show: Show = lambda line: None,
+) -> Result:
     """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.
 
     A run that began with other settings goes on with these if ``branch`` says so, unless its state or its place in the data does not fit.
+    ``again`` starts a run that was restarted in vain too often.
 
     Raises :class:`~elastic.errors.ElasticError` if the job cannot work as it is.  Ctrl-C or SIGTERM to the driver that started the run
     asks for a clean stop with a save; a second one raises KeyboardInterrupt and leaves the run to stop by itself.  An attached driver
@@ -95,7 +105,7 @@ def launch(job: Job, *, address: str | None = None, local: bool = False, branch:
         if branch and attach(job.name) is not None:
             raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can branch")
         _begin_branch(job, show, branch)
-        return _follow(_heeding_the_driver(job, show), checked.build, requests, show, seen)
+        return _follow(_heeding_the_driver(job, show), checked.build, requests, show, seen, again or branch)
 
 
 def _begin_branch(job: Job, show: Show, branch: bool) -> None:
@@ -156,10 +166,11 @@ def _heeding_the_driver(job: Job, show: Show) -> Job:
     return job
 
 
-def _follow(job: Job, build: Build, requests: Requests, show: Show, seen: int) -> Result:
+def _follow(job: Job, build: Build, requests: Requests, show: Show, seen: int, again: bool) -> Result:
     """Attaches to the run, or starts it, and watches it to its end or until this driver is told to leave.
 
     ``seen`` is the run's newest incarnation that this driver has seen: it does not start the run if somebody else has begun it since.
+    Raises :class:`~elastic.errors.NoProgress` if it was started in vain too often, unless ``again``.
     """
     driver = uuid.uuid4().hex
     coordinator, deadline_s = attach(job.name), 2 * job.deadlines.lease_s  # by then the workers have ended themselves
@@ -167,6 +178,7 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show, seen: int) -
         _await_end(job.name, coordinator, show, deadline_s)
         coordinator, seen = None, Run.look(job).latest_claim()
     if coordinator is None:
+        restarts.check(Run.look(job), again=again)
         cluster.check_room(job.workers)
         job = _with_microbatch(job, show)
         coordinator = start(job, replace(build, host=cluster.place(cluster.here())), driver, seen)

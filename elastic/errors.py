@@ -15,6 +15,7 @@
     ├── ReplicasDiffer       2   replicas of the state differ, and none is known to be right
     ├── NoRoomYet            2   memory that a worker needs is still held for workers that died
     ├── WireError            2   the other end of a direct socket is gone, or is a stranger
+    ├── NoProgress           4   the run was restarted again and again, and got no further
     ├── ClusterGone          2   the head of the cluster cannot be reached any more
     └── PlatformGaveUp       2   a budget is spent: workers, time, or generations without a commit
         └── CoordinatorGone      no coordinator acts for the run any more
@@ -107,6 +108,12 @@ class WireError(ElasticError):
 
 class ClusterGone(ElasticError):
     """The head of the cluster cannot be reached any more, so nothing of the run can be ended from here."""
+
+
+class NoProgress(ElasticError):
+    """The run was restarted as often as ``watch.max_restarts`` permits and got no further, so it is not started once more."""
+
+    exit_code = 4
 
 
 class PlatformGaveUp(ElasticError):

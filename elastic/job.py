@@ -348,7 +348,7 @@ class Job(Part):
             reproducible=self.reproducible,
             validates_last=self.validates(self.steps),
             spares=self.workers.spares,
-            watch=WatchRule(**self.watch.model_dump(exclude={"every"})),
+            watch=WatchRule(**self.watch.model_dump(exclude={"every", "max_restarts"})),
             keep=self.keep(),
             **self.deadlines.model_dump(exclude={"driver_s"}),
         )

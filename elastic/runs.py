@@ -182,13 +182,14 @@ class Run:
             raise Exists(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
         return latest
 
-    def claim(self, address: str, life: str = "", node: str = "", after: int | None = None) -> int:
+    def claim(self, address: str, life: str = "", node: str = "", after: int | None = None, **more: Any) -> int:
         """Claims the next incarnation by a create-only write, before the coordinator's first action, and returns it.
 
         ``life`` is common to the coordinators that follow one another on one cluster, where workers survive them.  ``node`` is this
         coordinator's node.  With ``after`` it is the incarnation after that; raises :class:`Exists` if somebody else has claimed it.
+        ``more`` is what else the claim says (``elastic/restarts.py``).
         """
-        about = {"address": address, "host": platform.node(), "life": life, "node": node}
+        about = {"address": address, "host": platform.node(), "life": life, "node": node, **more}
         return claim_owner(self.store, self.job.name, about, after)
 
     def claim_here(self) -> int:
@@ -243,11 +244,11 @@ class Run:
         does not reach the end of the run, it may lack the newest generations.  So an ``incarnation`` that begins anew skips numbers; 0
         stands for a reader or a takeover, which skips none.
         """
-        return self._standing(self._last_recorded(), incarnation, now, step)
+        return self._standing(self.last_recorded(), incarnation, now, step)
 
     def begins(self, incarnation: int, now: float) -> tuple[RunState, str]:
         """Returns :meth:`standing` for a start, and the sentence that says where it goes on; "" if the run never ran before."""
-        last = self._last_recorded()
+        last = self.last_recorded()
         state = self._standing(last, incarnation, now)
         return state, f"{self.job.name} ran before: it {_goes_on(state, last)}" if last is not None else ""
 
@@ -274,7 +275,7 @@ class Run:
         # what follows is of the run, whoever owns it
         return evolve(found, history=evolve(found.history, **kept), health=last.health, skips=last.skips.resume(found.step))
 
-    def _last_recorded(self) -> RunState | None:
+    def last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""
         segment = self._newest.segment()
         return codec.fold(*segment) if segment is not None else None
@@ -284,7 +285,7 @@ class Run:
 
         A checkpoint of its last step shows it, or the journal of its last owner.
         """
-        last, newest = self._last_recorded(), self.newest()
+        last, newest = self.last_recorded(), self.newest()
         if newest is not None and newest.step >= self.job.steps:
             return Finished()
         if last is None or last.incarnation < self.latest_claim():

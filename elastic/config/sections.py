@@ -257,6 +257,11 @@ class Watch(Part):
     """Number of steps in a row that may be skipped, because a loss or the gradient is not finite, until the run fails.  0: any number.
     Steps with which ``fp16`` finds the scale of its loss do not count.
     """
+    max_restarts: Free[Annotated[Whole, Field(ge=0)]] = 3
+    """Number of restarts in a row that may save no later step.  `elastic train` refuses the next one with exit code 4, so that no
+    supervisor restarts the run forever.  0: any number.  What was stopped, failed by a fault of the job, or only waited for machines does
+    not count.
+    """
 
 
 class Network(Part):

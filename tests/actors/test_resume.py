@@ -9,6 +9,7 @@ import pytest
 
 from actors.cli import main
 from actors.launch import launch
+from elastic import restarts
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
@@ -136,3 +137,19 @@ def test_l4_a_run_is_extended_on_a_cluster_and_a_worker_dies(tmp_path: Path) -> 
     result = launch(job, branch=True)
     assert (result.state, result.step, exported_hash(job)) == ("Finished", 16, longer.hash)
     assert sorted(ledger(Run.open(job).segments())) == [*range(1, 17)]
+
+
+def test_r23_a_run_that_was_restarted_in_vain_is_not_started_once_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R23: each start before this one was killed before its first save.  A person says ``--again``, and it is trained to its end."""
+    job = toy_job(tmp_path / "bucket", steps=3)
+    run = Run.open(job)
+    for number in range(4):
+        run.claim("127.0.0.1:1", f"life {number}", **restarts.begins(run))
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(job))
+    assert main(["train", str(file)]) == 4
+    said = " ".join(capsys.readouterr().out.split())
+    assert "was started 4 times in a row and saved no step after step 0" in said and run.latest_claim() == 4
+    assert main(["train", str(file), "--again"]) == 0
+    owner = run.owner()
+    assert owner is not None and (owner["durable"], owner["vain"]) == (0, 0)

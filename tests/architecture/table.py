@@ -67,6 +67,7 @@ IMPORTS = {
     "elastic.retention": Row(
         ("elastic.branches", "elastic.control.saves", "elastic.protocol.*", "elastic.plan.*", "elastic.runs", "storage.*", *NAMES)
     ),
+    "elastic.restarts": Row(("elastic.control.*", "elastic.runs", *NAMES)),
     "elastic.metrics": Row(
         (
             *("elastic.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.protocol.lineage"),

@@ -1,0 +1,71 @@
+"""Ends a loop without progress: whoever starts a run again and again, and gets no further, is told so (R23).
+
+A supervisor that restarts what failed would pay for machines forever if the run always breaks before its next save.  So each claim of a run
+(``owner/<incarnation>.json``) says at which durable step it began, and how many restarts before it were in vain: they began at the same
+step as the start before them, which was not stopped, did not fail for a fault of the job, and had not merely waited for machines.  A fault
+of the job does not count, because a person mends it and starts again; neither does a run with ``--local``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic.control.run import Failed, Finished, RunState, Stopped
+from elastic.errors import NoProgress
+from elastic.runs import LOCAL, Run
+
+
+def begins(run: Run) -> dict[str, Any]:
+    """Returns what the first claim of a start says: the durable step, and the number of restarts in vain up to this one.
+
+    If they were too many, the user has asked for another try, and they are counted anew.
+    """
+    vain = in_vain(run)
+    return {"durable": _durable(run), "vain": vain if _within(run, vain) else 0}
+
+
+def goes_on(run: Run) -> dict[str, Any]:
+    """Returns what the claim of a coordinator that takes over says: the same as the claim before it."""
+    owner = run.owner() or {}
+    return {key: owner[key] for key in ("durable", "vain") if key in owner}
+
+
+def check(run: Run, *, again: bool) -> None:
+    """Raises :class:`NoProgress` if ``watch.max_restarts`` restarts were in vain, unless ``again``."""
+    vain = in_vain(run)
+    if not again and not _within(run, vain):
+        raise NoProgress(
+            f"{run.job.name} was started {vain} times in a row and saved no step after step {_durable(run)}, where watch.max_restarts = "
+            f"{run.job.watch.max_restarts} permits {run.job.watch.max_restarts} restarts in vain; `elastic replay` tells what happened; "
+            f"mend it, or save more often (checkpoint.save_every = {run.job.checkpoint.save_every}), and start it once with --again"
+        )
+
+
+def in_vain(run: Run) -> int:
+    """Returns how many restarts in a row were in vain, if this one counts as the next."""
+    owner, last = run.owner(), run.last_recorded()
+    if owner is None or owner["address"] == LOCAL or "durable" not in owner:
+        return 0
+    if _durable(run) > owner["durable"]:
+        return 0
+    if last is not None and last.incarnation >= run.latest_claim():
+        if isinstance(last.state, Stopped | Finished) or (isinstance(last.state, Failed) and last.state.job_error):
+            return 0
+        if isinstance(last.state, Failed) and not _tried(last, owner["durable"]):
+            return int(owner["vain"])
+    return int(owner["vain"]) + 1
+
+
+def _within(run: Run, vain: int) -> bool:
+    most = run.job.watch.max_restarts
+    return not most or vain <= most
+
+
+def _tried(last: RunState, durable: int) -> bool:
+    """Returns whether a run that ended did anything but wait for machines."""
+    return last.step > durable or last.history.fruitless > 0
+
+
+def _durable(run: Run) -> int:
+    newest = run.newest()
+    return newest.step if newest is not None else 0

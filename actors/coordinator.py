@@ -458,8 +458,8 @@ class Coordinator:
                 lr, members = learning_rate_of(self.job, each.outcome.step), before.plan.members if before.plan else ()
                 self.story.step(now, each.outcome, members, lr, each.work, queued=not self.inbox.empty())
         if reason and transition.taken and reason != self.reason:
-            self.reason = reason
-            self.story.say(now, reason)
+            self.reason, score = reason, self.state.history.validated
+            self.story.say(now, reason, score if score != before.history.validated else None)
 
     # ---- what nobody reports by itself
 

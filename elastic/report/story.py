@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from elastic.ids import WorkerId
-from elastic.protocol.commit_record import Outcome
+from elastic.protocol.commit_record import Outcome, Score
 from elastic.protocol.events import Work
 from elastic.report.speed import Speed
 
@@ -20,6 +20,14 @@ class Sentence:
 
     at: float
     text: str
+
+
+@dataclass(frozen=True)
+class Scored(Sentence):
+    """The sentence about a validation: the state after ``step`` loses ``loss`` on held-out samples, as a mean over their terms."""
+
+    step: int
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -70,10 +78,10 @@ class Story:
         """The speed of all steps so far."""
         self._lock = threading.Lock()
 
-    def say(self, at: float, text: str) -> None:
-        """Adds a sentence.  An empty one is left out."""
+    def say(self, at: float, text: str, score: Score | None = None) -> None:
+        """Adds a sentence, that of a validation if there is a ``score``.  An empty one is left out."""
         if text:
-            self._add(Sentence(at, text))
+            self._add(Sentence(at, text) if score is None else Scored(at, text, score.version.step, score.found.mean))
 
     def step(
         self, at: float, outcome: Outcome, members: Sequence[WorkerId], lr: float, work: Work | None = None, *, queued: bool = False

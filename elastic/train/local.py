@@ -35,7 +35,7 @@ from elastic.protocol.events import Work
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.metrics import Row, row_of, with_validation
-from elastic.report.story import Line, Sentence, Story
+from elastic.report.story import Line, Scored, Sentence, Story
 from elastic.retention import Retention
 from elastic.runs import Run
 from elastic.state.heal import Healing, home_of
@@ -174,7 +174,7 @@ class _Local:
             return None
         if self.found is None or self.found[0] != step:
             self.found = step, validate(self.session, state, self.apply_fence, step)
-            self.show_sentence(told_of(step, self.found[1]))
+            self.show(Scored(time.time(), told_of(step, self.found[1]), step, self.found[1].mean))
             if self.rows:
                 self.rows[-1] = with_validation(self.rows[-1], self.found[1])
         return self.found[1]

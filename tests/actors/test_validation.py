@@ -10,7 +10,7 @@ import pytest
 from actors.cli import main
 from elastic.job import Job
 from elastic.report.ledger import ledger
-from elastic.report.story import Sentence
+from elastic.report.story import Scored, Sentence
 from elastic.runs import Run
 from elastic.train.local import run_local
 from elastic.train.revisit import evaluate_here
@@ -44,6 +44,8 @@ def test_l1_a_kill_in_a_validation(tmp_path: Path, rank: int) -> None:
     (first, *_) = [text for text in said if text.startswith("validation after step 4: loss ")]
     assert sum("validation after step 8: loss " in text for text in said) == 1
     assert sum("validation after step 14: loss " in text for text in said) == 1
+    scored = {line.step: line.loss for line in chaos.lines if isinstance(line, Scored)}
+    assert [*scored] == [4, 8, 12, 14] and [scored[step] for step in told(job)] == [each.mean for each in told(job).values()]
     assert [*told(job)] == [4, 8, 12] and first.startswith(f"validation after step 4: loss {told(job)[4].mean:.6g}")
     assert_nothing_left(chaos)
 

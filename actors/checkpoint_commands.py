@@ -117,8 +117,10 @@ def rm(job: Job, step: int, force: bool) -> int:
     Raises :class:`JobError` if there are none, or if the run goes on from there or from before, or a branch does, and
     :class:`PlatformGaveUp` if the run may live, unless ``force``.
     """
-    run, claim = _at_rest(job, force)
+    run, claim = at_rest(job, force, LIVES)
     asked, found = retention.as_it_stands(run), [each.version for each in run.checkpoints.at(step)]
+    for version in set(found) & run.checkpoints.inherited.keys():
+        raise JobError(f"--step {step} is a checkpoint of run {run.checkpoints.holder(version)!r}, from which {job.name} was forked")
     newest = max(asked.saved, default=Version(0, 0))
     if not found:
         raise JobError(f"--step {step}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those that it has")
@@ -127,14 +129,14 @@ def rm(job: Job, step: int, force: bool) -> int:
         raise JobError(f"--step {step} is {where}; it stays until there is a newer one")
     needed = retention.needed(run)
     for version in needed.keys() & set(found):
-        raise JobError(f"--step {step}: branch {needed[version]} of {job.name} goes on from there, so it stays")
+        raise JobError(f"--step {step}: {needed[version]} goes on from there, so it stays")
     _delete(run, found, "`elastic checkpoint rm`", claim)
     return 0
 
 
 def gc(job: Job, dry: bool, force: bool) -> int:
     """Deletes what no rule keeps and what saves have left, or with ``dry`` only says so.  Raises :class:`PlatformGaveUp` as :func:`rm`."""
-    run, claim = _at_rest(job, force)
+    run, claim = at_rest(job, force, LIVES)
     listed = run.checkpoints.versions()
     found = retention.judge(run, job.keep(), retention.as_it_stands(run), listed)
     begun = {each.version for each in listed if each.manifest is None}
@@ -173,27 +175,34 @@ def export(job: Job, step: int | None, folder: Path) -> int:
     return 0
 
 
+LIVES = (
+    "after each save its coordinator deletes what checkpoint.keep_last and the others do not keep; `elastic stop` stops it, or wait for "
+    "its end"
+)
+"""The end of the sentence in which a command that deletes refuses a run that lives."""
+
+
 def _delete(run: Run, versions: Sequence[Version], why: str, claim: int) -> None:
     try:
         retention.mark(run, versions, why, claim)
         for version in versions:
-            retention.remove(run, [version], claim)
-            say(f"{version} is deleted")
+            stays = retention.remove(run, [version], claim)
+            say(f"{version} stays: a fork has begun to need it" if stays else f"{version} is deleted")
     except Exists:
         raise PlatformGaveUp(f"another command has begun to train {run.job.name} meanwhile; what is left is as its rules say") from None
 
 
-def _at_rest(job: Job, force: bool) -> tuple[Run, int]:
-    """Returns the run and its newest claim.  Raises :class:`PlatformGaveUp` if it may live, unless ``force``."""
+def at_rest(job: Job, force: bool, lives: str) -> tuple[Run, int]:
+    """Returns the run and its newest claim.  Raises :class:`PlatformGaveUp` if it may live, unless ``force``.
+
+    ``lives`` says what to do if it does.
+    """
     from actors.run_commands import Absent, coordinator_of
 
     run = Run.begun(job)
     claim = run.latest_claim()
     if not force and coordinator_of(job) is not None:
-        raise PlatformGaveUp(
-            f"{job.name} lives: after each save its coordinator deletes what checkpoint.keep_last and the others do not keep; "
-            f"`elastic stop` stops it, or wait for its end"
-        )
+        raise PlatformGaveUp(f"{job.name} lives: {lives}")
     if not force and not (absent := Absent.of(job)).over:
-        raise PlatformGaveUp(f"{absent.said}; --force deletes all the same, if you know that it does not run")
+        raise PlatformGaveUp(f"{absent.said}; --force does it all the same, if you know that it does not run")
     return run, claim

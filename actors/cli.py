@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors import commands
+from actors import branch_commands, commands
 from actors.terminal import say
 from elastic.config.command_line import Parser
 from elastic.errors import STOPPED, ElasticError
@@ -74,7 +74,7 @@ def _takes_job(
 
 
 def _add_run_commands(parsers: Any) -> None:
-    usage = "elastic train [-h] [--local] [--branch] [--again] [--address ADDRESS] job [--section.option value ...]"
+    usage = "elastic train [-h] [--local] [--branch] [--resume WORD] [--again] [--address ADDRESS] job [--section.option value ...]"
     train = _takes_job(parsers, "train", commands.train, "train a job, or go on with its run", listed=True, usage=usage)
     train.add_argument("--local", action="store_true", help="train with one worker in this process, without Ray")
     train.add_argument(
@@ -82,6 +82,21 @@ def _add_run_commands(parsers: Any) -> None:
     )
     train.add_argument("--branch", action="store_true", help="go on with a run whose settings were others, from its newest checkpoint")
     train.add_argument("--again", action="store_true", help="start a run that was restarted in vain too often (watch.max_restarts)")
+    train.add_argument(
+        "--resume",
+        metavar="WORD",
+        default="latest",
+        help="go on from a step of this run, on a new branch; or begin a run that goes on from RUN@STEP, RUN@best or RUN@latest of another",
+    )
+    back = _takes_job(
+        parsers, "rollback", branch_commands.rollback, "begin a branch of a run at an older checkpoint, with another learning rate"
+    )
+    back.add_argument("--to", metavar="STEP", required=True, help="step of the checkpoint, or auto: the last good one before a divergence")
+    back.add_argument("--lr-scale", metavar="FACTOR", type=float, default=1.0, help="factor of the learning rate (default: 1)")
+    back.add_argument("--force", action="store_true", help="also if it is not known that the run does not run")
+    runs = parsers.add_parser("runs", help="show the runs of a bucket, and how they descend from each other")
+    runs.add_argument("bucket", help="the bucket, or a job file (TOML) that names it")
+    runs.set_defaults(perform=branch_commands.runs)
     status = _takes_job(parsers, "status", commands.on_run, "show where a run stands, and follow it")
     status.add_argument("--once", action="store_true", help="print it once, and do not follow")
     _takes_job(parsers, "attach", commands.on_run, "follow a run from its start to its end; Ctrl-C leaves it running")

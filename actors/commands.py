@@ -47,7 +47,8 @@ def train(known: Namespace) -> int:
         say(warning, "note: ", "yellow")
     line = f"{_line(known)} --local" if known.local else _line(known)
     try:
-        result = launch(job, address=known.address, local=known.local, branch=known.branch, again=known.again, show=show_for(job))
+        words = {"branch": known.branch, "resume": known.resume, "again": known.again}
+        result = launch(job, address=known.address, local=known.local, show=show_for(job), **words)
     except (ElasticError, StorageError):
         raise
     except Exception as error:  # with --local the user's own code runs in this process
@@ -180,9 +181,10 @@ def dtypes(_: Namespace) -> int:
 
 
 def settings(_: Namespace) -> int:
+    from elastic.branches import change_of
     from elastic.config.describe import settings_page
 
-    print(settings_page(Job), end="")
+    print(settings_page(Job, change_of), end="")
     return 0
 
 

@@ -27,6 +27,7 @@ from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Line, Sentence
+from elastic.resume import LATEST, Start, rewind, start_of
 from elastic.runs import Run
 
 POLL_S = 0.1
@@ -62,12 +63,15 @@ def launch(
     address: str | None = None,
     local: bool = False,
     branch: bool = False,
+    resume: str | int = LATEST,
     again: bool = False,
     show: Show = lambda line: None,
 ) -> Result:
     """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.
 
     A run that began with other settings goes on with these if ``branch`` says so, unless its state or its place in the data does not fit.
+    ``resume`` is ``latest``; or a step of the run, from which a new branch goes on; or ``run@latest``, ``run@best`` or ``run@step``, a
+    checkpoint of another run in the same bucket, from which a new run goes on.
     ``again`` starts a run that was restarted in vain too often.
 
     Raises :class:`~elastic.errors.ElasticError` if the job cannot work as it is.  Ctrl-C or SIGTERM to the driver that started the run
@@ -82,10 +86,11 @@ def launch(
         if not local:
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             cluster.check_place("bucket", job.bucket)
-        job = settled(job)
+        start = start_of(settled(job), resume)
+        job, branch = start.job, branch or start.at is not None
         if branch:
             Run.begun(job)
-        checked = preflight(job, local=local, branch=branch)
+        checked = preflight(job, local=local, branch=branch, start=start)
         for sentence in checked.notes:
             show(Sentence(time.time(), sentence))
         living = "" if address else _at_its_cluster(job, show)
@@ -95,7 +100,7 @@ def launch(
                 raise JobError(
                     f"name = {job.name!r}: this run lives on the cluster at {living}; `elastic stop` ends it, or choose another name"
                 )
-            _begin_branch(job, show, branch)
+            _begin(start, show, branch)
             return _result(job, *run_local(job, show))
         run = Run.look(job, branch=branch)
         run.check_local()
@@ -104,16 +109,20 @@ def launch(
         requests.note()
         if branch and attach(job.name) is not None:
             raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can branch")
-        _begin_branch(job, show, branch)
+        _begin(start, show, branch)
         return _follow(_heeding_the_driver(job, show), checked.build, requests, show, seen, again or branch)
 
 
-def _begin_branch(job: Job, show: Show, branch: bool) -> None:
-    """Begins a branch, if one is asked for and the job differs from the run's."""
+def _begin(start: Start, show: Show, branch: bool) -> None:
+    """Begins a fork, or a branch, if one is asked for and there is anything to change."""
+    if forked := start.begin():
+        show(Sentence(time.time(), forked))
     if not branch:
         return
+    job, now = start.job, time.time()
     run, before = Run.look(job, branch=True), Run.find(job).job
-    if said := run.branch(time.time()):
+    run.check_local()
+    if said := run.branch(now) if start.at is None else rewind(run, now, start.at):
         version = run.newest()
         step = 1 if version is None else version.step + 1
         old, new = (learning_rate_of(each, step) for each in (before, run.job))

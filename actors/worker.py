@@ -26,6 +26,7 @@ from actors import cluster
 from actors.logs import EXAMINE_S
 from actors.processes import compiled_folder, end_on_sigterm, log_file, make_log_folder, started
 from actors.relay import Outbox, gone_for_good
+from elastic import forks
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
@@ -90,7 +91,6 @@ class Worker:
         from elastic.train.model import build_model, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
         from elastic.train.warmup import choose_recompute
-        from storage.checkpoints import Checkpoints
         from storage.objects import ObjectStore
 
         try:
@@ -110,7 +110,7 @@ class Worker:
             traceback.print_exc()
             self._cannot_start(error)
             return
-        checkpoints = Checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
+        checkpoints = forks.checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
         compiled = compilers.place(self.job, build.code, kind_of(device), compiled_folder())
         try:

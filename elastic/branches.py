@@ -2,16 +2,20 @@
 
 ``job.json`` is the job with which a run began, branch 1.  Each later branch is a create-only object ``branches/<number>.json`` with its
 job, the version from which it goes on, and what it changed.  The newest branch is the run's job.
+
+A branch may go on from an older checkpoint than the newest one.  Then it says which generations there were until then: what they committed
+after its step is abandoned, as it is by a fall-back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
+from elastic.config.values import Change, change_at
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import BEFORE, Job
@@ -45,6 +49,23 @@ def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
     return [_read(store, name, number) for number in range(2, _newest(store, name) + 1)]
 
 
+def at(store: ObjectStore, name: str, version: Version) -> dict[str, Any]:
+    """Returns the job of the branch of which ``version`` is."""
+    later = (each for each in reversed(every(store, name)) if version.generation > max(each.get("until", 0), each["generation"]))
+    found: dict[str, Any] | None = next((each["job"] for each in later), None)
+    return first(store, name) if found is None else found
+
+
+def abandoned(every: Iterable[Mapping[str, Any]], version: Version) -> bool:
+    """Returns whether one of the branches has abandoned ``version``."""
+    return any(version.generation <= each.get("until", 0) and version.step > each["step"] for each in every)
+
+
+def change_of(setting: str) -> Change:
+    """Returns what another value of ``setting`` does to a run that has begun: what :func:`check` says of it."""
+    return Change.REFUSED if setting.startswith(DATA_POSITION) else change_at(Job, setting.partition("[")[0])
+
+
 def changed(job: Job, found: Job) -> dict[str, tuple[Any, Any]]:
     """Returns the settings of the trajectory in which ``job`` differs from ``found``, each as (there, here), in order."""
     ours, theirs = (flat(BEFORE | each.trajectory()) for each in (job, found))
@@ -68,8 +89,10 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
         raise JobError(f"{holds}; another value would change the weights from here on; {other}, or go on with these by --branch")
 
 
-def begin(store: ObjectStore, job: Job, found: Job, version: Version, now: float) -> str:
+def begin(store: ObjectStore, job: Job, found: Job, version: Version, now: float, *, until: int = 0, claim: int = 0) -> str:
     """Writes the next branch, which goes on from ``version``, and returns the sentence that says so.
+
+    What the generations up to ``until`` committed after it is abandoned.  ``claim`` is the newest claim of the run until then.
 
     Raises :class:`~storage.errors.Exists` if another command has begun it.
     """
@@ -80,11 +103,14 @@ def begin(store: ObjectStore, job: Job, found: Job, version: Version, now: float
         "at": now,
         "step": version.step,
         "generation": version.generation,
+        "until": until,
+        "claim": claim,
         "changed": {key: list(pair) for key, pair in differs.items()},
         "job": json.loads(job.to_json()),
     }
     store.put_if_absent(_key(job.name, number), seal(about))
-    return f"branch {number} of {job.name} goes on from step {version.step}: {_shown(differs, ' before and ', ' now')}"
+    what = _shown(differs, " before and ", " now") or "its settings stay"
+    return f"branch {number} of {job.name} goes on from step {version.step}: {what}"
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

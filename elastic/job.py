@@ -51,10 +51,12 @@ from elastic.config.values import (
     Refused,
     Whole,
     change_at,
+    checkpoint_word,
     folder_name,
     free_settings,
     own_folder,
     place,
+    same_checkpoint,
     step_range,
     steps_of,
 )
@@ -85,6 +87,10 @@ class Job(Part):
     """
     model_args: Refused[dict[str, JsonValue]] = {}  # noqa: RUF012 (pydantic copies it)
     """Arguments of ``model``.  Our own models take the name of a published one: ``{ preset = "qwen3-8b" }``."""
+    init: Refused[Annotated[str, AfterValidator(checkpoint_word)]] = ""
+    """A checkpoint of another run in the same bucket, as ``run@400``, ``run@best`` or ``run@latest``, whose weights the run begins with, at
+    step 0 and with fresh moments.  The choice is made when the run begins, and stays.  Empty: the model initialises itself.
+    """
     loss: Branch[Code] = "elastic.engine.loss:next_token"
     """The loss, as ``pkg.module:loss``.  ``loss(model, batch)`` returns ``(loss_sum, count)``: a sum, and the number of its terms."""
     seed: Branch[Whole] = 0
@@ -215,11 +221,14 @@ class Job(Part):
 
     def going_on(self, stored: dict[str, Any]) -> Job:
         """Returns the job with the ``numerics`` of the run whose ``job.json`` is ``stored``, unless it names a number itself, and with its
-        ``recompute`` and its ``microbatch`` in place of ``auto``.  The microbatch of a run with another batch is left out.
+        ``recompute`` and its ``microbatch`` in place of ``auto``.  The microbatch of a run with another batch is left out.  ``init``
+        becomes the checkpoint that it stood for when the run began.
         """
         left = {"numerics"} - self.model_fields_set | {name for name in ("recompute", "microbatch") if getattr(self, name) == "auto"}
         if "microbatch" in left and self.global_batch != "all" and stored["microbatch"] not in self.microbatch_sizes(least=1):
             left -= {"microbatch"}
+        if self.init and same_checkpoint(self.init, (BEFORE | stored)["init"]):
+            left |= {"init"}
         return self.replace(**{name: (BEFORE | stored)[name] for name in sorted(left)}) if left else self
 
     def begun_as(self, stored: dict[str, Any]) -> Job:
@@ -389,5 +398,5 @@ _LATER: dict[str, dict[str, Any]] = {
 A setting with that value is left out of the digest, and a section without others too, so that the digest of an older run stays the same.
 """
 
-BEFORE: dict[str, Any] = {"numerics": 1, "recompute": "none", "activations": "keep", "loss_scale": "dynamic"}
+BEFORE: dict[str, Any] = {"numerics": 1, "init": "", "recompute": "none", "activations": "keep", "loss_scale": "dynamic"}
 """The settings of the top level that a run has whose ``job.json`` does not name them.  The digest leaves these values out, as above."""

@@ -24,7 +24,7 @@ from elastic.control import codec
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.ids import Version
 from elastic.imports import failure, load
-from elastic.protocol.lineage import Lineage, contains, tip
+from elastic.protocol.lineage import Lineage, contains, cut, tip
 from elastic.report.metrics import Row, Rows, json_line, row_from, version_of
 from elastic.runs import Run
 from elastic.threads import keep_going
@@ -74,6 +74,12 @@ def stored(store: ObjectStore, run: str, lineage: Lineage, after: int = 0) -> It
                 yield row
 
 
+def last_row(store: ObjectStore, run: str) -> Row | None:
+    """Returns the row that was stored last, or None."""
+    newest = max(places(store, run), key=lambda place: (place.generation, place.step), default=None)
+    return None if newest is None else row_from(store.get(f"{run}/metrics/{newest.name}").decode().splitlines()[-1])
+
+
 def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 0) -> None:
     """Writes ``rows`` as one file; ``record`` is that of its name.  If the file is there already, it stays."""
     if rows:
@@ -92,6 +98,13 @@ def rates(run: Run) -> Callable[[Version], float]:
         return learning_rate_of(next((job for since, job in jobs if version.generation > since), first), version.step)
 
     return rate
+
+
+def keep_until(run: Run, version: Version) -> None:
+    """Stores the rows up to ``version`` in a file of their own, if they share one with later steps, which are about to be abandoned."""
+    kept = cut(run.standing(0, 0.0).history.lineage, version)
+    whole = [place.step for place in places(run.store, run.job.name) if contains(kept, Version(place.step, place.generation))]
+    store_rows(run.store, run.job.name, list(stored(run.store, run.job.name, kept, max(whole, default=0))))
 
 
 class Following:
@@ -241,7 +254,8 @@ def rows_of(run: Run) -> Iterator[Row]:
     following = Following(run)
     following.read()
     lineage, saved = following.rows.lineage, run.standing(0, 0.0).history.lineage
-    journaled = contains(lineage, tip(saved))  # else the run went on without a journal since
+    abandoned = branches.abandoned(branches.every(run.store, run.job.name), tip(lineage))
+    journaled = contains(lineage, tip(saved)) and not abandoned  # else the run went on without a journal since, or did not go on yet
     last = 0
     for row in stored(run.store, run.job.name, lineage if journaled else saved):
         last = int(row["step"])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from elastic import branches
+from elastic import branches, forks
 from elastic.control import saves
 from elastic.ids import Version
 from elastic.plan.retention import Found, Keep, reasons, victims
@@ -46,14 +46,17 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed]) -> Verd
     if newest not in kept:
         return Verdict(kept)
     spared = {*asked.spared, *branched}
-    found = [Found(each.version, each.manifest is None and not each.damaged) for each in listed if not each.deleted]
+    own = [each for each in listed if run.checkpoints.holder(each.version) == run.job.name]
+    found = [Found(each.version, each.manifest is None and not each.damaged) for each in own if not each.deleted]
     marked = sorted(each.version for each in listed if each.deleted and each.version < newest and each.version not in spared)
     return Verdict(kept, tuple(marked), victims(found, {*kept, *asked.saved}, keep, spared))
 
 
-def needed(run: Run) -> dict[Version, int]:
-    """Returns the versions from which branches of the run go on, each with the number of the last one that does."""
-    return {Version(each["step"], each["generation"]): int(each["number"]) for each in branches.every(run.store, run.job.name)}
+def needed(run: Run) -> dict[Version, str]:
+    """Returns the versions from which branches and forks go on, each with the last one that does."""
+    name, store = run.job.name, run.store
+    branched = {Version(each["step"], each["generation"]): f"branch {each['number']} of {name}" for each in branches.every(store, name)}
+    return branched | {version: f"run {others[-1]!r}" for version, others in forks.references(store, name).items()}
 
 
 def collect(run: Run, keep: Keep, asked: Retain, claim: int) -> Verdict:
@@ -66,17 +69,23 @@ def collect(run: Run, keep: Keep, asked: Retain, claim: int) -> Verdict:
 
 
 def mark(run: Run, versions: Iterable[Version], why: str, claim: int) -> None:
-    """Marks ``versions``.  Raises :class:`Exists` if the newest claim of the run is another one."""
+    """Marks ``versions``, but for those that a fork needs.  Raises :class:`Exists` if the newest claim of the run is another one."""
     for version in versions:
         _check(run, claim)
-        run.checkpoints.mark(version, why)
+        if version not in forks.references(run.store, run.job.name):
+            run.checkpoints.mark(version, why)
 
 
-def remove(run: Run, versions: Iterable[Version], claim: int) -> None:
-    """Removes ``versions``, which are marked.  Raises :class:`Exists` if the newest claim of the run is another one."""
+def remove(run: Run, versions: Iterable[Version], claim: int) -> tuple[Version, ...]:
+    """Removes ``versions``, which are marked, and returns those that stay because a fork needs them.  Raises as :func:`mark` does."""
+    stay = list[Version]()
     for version in versions:
         _check(run, claim)
-        run.checkpoints.remove(version)
+        if version in forks.references(run.store, run.job.name):
+            stay.append(version)
+        else:
+            run.checkpoints.remove(version)
+    return tuple(stay)
 
 
 def _check(run: Run, claim: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import elastic
-from elastic import branches
+from elastic import branches, forks
 from elastic.control import codec
 from elastic.control.evolve import evolve
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
@@ -25,7 +24,7 @@ from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage
 from storage import journal
-from storage.checkpoints import Checkpoints, Listed, ShardReceipt
+from storage.checkpoints import Listed, ShardReceipt
 from storage.documents import seal, unseal
 from storage.errors import Deposed, Exists, Missing
 from storage.journal import Journal, claim_owner, latest_claim, newest_owner, owners, replicas
@@ -85,7 +84,7 @@ class Run:
 
     def __init__(self, job: Job, store: ObjectStore) -> None:
         self.job, self.store = job, store
-        self.checkpoints = Checkpoints(store, job.name)
+        self.checkpoints = forks.checkpoints(store, job.name)
         self._newest = journal.Newest(store, job.name)
         self._tails: dict[Written, list[journal.Segment]] = {}
         """The tails that other coordinators have left, as they were parsed last."""
@@ -95,8 +94,7 @@ class Run:
         """Returns the run in order to train it.  The folder belongs to the job from now on.  Raises like :meth:`look`."""
         store = ObjectStore.open(job.bucket)
         with suppress(Exists):
-            about = {"format": 1, "digest": job.digest, "job": json.loads(job.to_json())}
-            store.put_if_absent(f"{job.name}/job.json", json.dumps(about).encode())
+            store.put_if_absent(f"{job.name}/job.json", forks.document(job))
         return cls.look(job)
 
     @classmethod
@@ -113,19 +111,23 @@ class Run:
                 branches.check(job, found, asked=branch)
         return cls(job, store)
 
-    def branch(self, now: float) -> str:
-        """Begins a branch at the newest good checkpoint: from there on the run has this job.  Returns the sentence that says so.
+    def branch(self, now: float, at: Version | None = None) -> str:
+        """Begins a branch at the newest good checkpoint, or at the good one ``at``: from there on the run has this job.
 
-        It is "" if the job is that of the run.  Raises :class:`JobError` if the run has gone further than the job, and :class:`Exists` if
-        another command has begun a branch.
+        Returns the sentence that says so; it is "" if there is nothing to change.  Raises :class:`JobError` if the run has gone further
+        than the job, and :class:`Exists` if another command has begun a branch.
         """
         stored = branches.stored(self.store, self.job.name)
-        if stored is None or (found := self.job.begun_as(stored)).digest == self.job.digest:
+        if stored is None:
             return ""
-        version = self.newest() or Version(0, 0)
+        found, known, claim = self.job.begun_as(stored), self.standing(0, 0.0), self.latest_claim()
+        newest = max(known.history.saved, default=Version(0, 0))
+        version = newest if at is None else at
+        if found.digest == self.job.digest and version == newest:
+            return ""
         if version.step > self.job.steps:
             raise JobError(f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} already; ask for more steps")
-        return branches.begin(self.store, self.job, found, version, now)
+        return branches.begin(self.store, self.job, found, version, now, until=known.generation, claim=claim)
 
     @classmethod
     def find(cls, job: Job) -> Run:
@@ -256,15 +258,18 @@ class Run:
         generation, next_worker = (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
         if incarnation and last is not None and not last.over:
             generation += UNREAD * incarnation
+        branched = branches.every(self.store, self.job.name)
+        generation = max(generation, *(each.get("until", 0) for each in branched), 0)
         steps = {each.step for each in last.history.saved[-1:]} if last is not None else set()
         known = [listed for at in sorted(steps | ({step} if step is not None else set())) for listed in self.checkpoints.at(at)]
 
         def state(recent: Sequence[Listed]) -> RunState:
-            whole = [(each.version, each.manifest) for each in (*known, *recent) if each.manifest is not None]
+            there = [each for each in (*known, *recent) if not branches.abandoned(branched, each.version)]
+            whole = [(each.version, each.manifest) for each in there if each.manifest is not None]
             if not whole:
                 return RunState.begin(incarnation, now, generation=generation, next_worker=next_worker)
             newest, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
-            good = {each.version for each in (*known, *recent) if each.good}
+            good = {each.version for each in there if each.good}
             return RunState.begin(incarnation, now, tuple(good), manifest.lineage, max(generation, newest.generation), next_worker)
 
         found = state(self.checkpoints.recent(lambda recent: bool(state(recent).history.saved)))
@@ -273,7 +278,10 @@ class Run:
         scores = {"validated": last.history.validated, "best": last.history.best}
         kept = {name: each for name, each in scores.items() if each is not None and found.history.contains(each.version)}
         # what follows is of the run, whoever owns it
-        return evolve(found, history=evolve(found.history, **kept), health=last.health, skips=last.skips.resume(found.step))
+        health = last.health
+        if branches.abandoned(branched, last.version):  # the steps that come are others
+            health = evolve(health, step=min(health.step, found.step))
+        return evolve(found, history=evolve(found.history, **kept), health=health, skips=last.skips.resume(found.step))
 
     def last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""
@@ -288,8 +296,10 @@ class Run:
         last, newest = self.last_recorded(), self.newest()
         if newest is not None and newest.step >= self.job.steps:
             return Finished()
-        if last is None or last.incarnation < self.latest_claim():
+        if last is None or last.incarnation < (claim := self.latest_claim()):
             return None
+        if any(claim <= each.get("claim", 0) for each in branches.every(self.store, self.job.name)):
+            return None  # it has not gone on since it branched
         return last.state if isinstance(last.state, TERMINAL) else None
 
     def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:

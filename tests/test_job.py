@@ -435,6 +435,7 @@ CLUSTER = {
 TRAJECTORY = {
     "model": "a.b:c",
     "model_args": {"dim": 1},
+    "init": "other@best",
     "loss": "a.b:c",
     "seed": 1,
     "steps": 99,

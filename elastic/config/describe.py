@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from elastic.config.settings import Model, leaves, part_of, section_of
-from elastic.config.values import change_of
+from elastic.config.values import Change
 
 PLAIN = {int: "integer", float: "number", str: "text", Any: "value"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -23,10 +23,9 @@ Every setting of a job: in `job.toml`, as an option after the file (`--workers.m
 
 - **free**: the run goes on.  The setting does not change the weights that the run ends with, except for the two whose rows say so:
   another number of threads or GPUs makes workers of another kind, which may add in another order.
-- **branch**: the setting changes the weights from here on.  The run goes on with another value if `elastic train --branch` asks for it,
-  except for those that say which samples a step has (`seed`, `global_batch`, `batch_ramp`, `data.sampling`).  Write the new value into the
-  job file, too.
-- **refused**: the state of the run does not fit another value, or the value says which run it is."""
+- **branch**: the setting changes the weights from here on.  The run goes on with another value if `elastic train --branch` asks for it.
+  Write the new value into the job file, too.
+- **refused**: the state of the run does not fit another value, or the value says which samples a step has, or which run it is."""
 
 
 def meaning_of(described: Any) -> str:
@@ -62,13 +61,16 @@ def kinds_of(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     return [" ".join([PLAIN[annotation], " and ".join(bounds)]).strip()]
 
 
-def settings_page(model: Model) -> str:
-    """Returns the page of the guide that lists all settings of ``model``, in markdown."""
+def settings_page(model: Model, change: Callable[[str], Change]) -> str:
+    """Returns the page of the guide that lists all settings of ``model``, in markdown.
+
+    ``change`` says of each what another value does to a run that has begun.
+    """
     sections: dict[str, list[str]] = {}
     for name, field in leaves(model).items():
         default = "required" if field.is_required() else f"`{default_of(field)}`"
         kinds = " or ".join(kinds_of(field.annotation, field.metadata))
-        row = f"| `{name}` | {kinds} | {default} | {meaning_of(field)} | {change_of(field)} |"
+        row = f"| `{name}` | {kinds} | {default} | {meaning_of(field)} | {change(name)} |"
         sections.setdefault(name.rpartition(".")[0], []).append(row)
     head = ["| setting | type | default | what it means | change |", "|---|---|---|---|---|"]
     tables = ["\n".join([*_heading(model, section), *head, *rows]) for section, rows in sections.items()]

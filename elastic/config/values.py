@@ -104,6 +104,32 @@ def _number(value: object) -> object:
     return value
 
 
+def checkpoint_word(text: str) -> str:
+    """Returns ``text``, which names a checkpoint as :func:`checkpoint_of` reads it, or nothing."""
+    if text:
+        checkpoint_of(text)
+    return text
+
+
+def checkpoint_of(text: str) -> tuple[str, str]:
+    """Returns the run and the word of ``run@word``: ``latest``, ``best``, a step, or a step and a generation with a dot between them.
+
+    Raises :class:`ValueError` for another text.
+    """
+    run, _, word = text.partition("@")
+    if not re.fullmatch(r"[A-Za-z0-9._-]+@(latest|best|\d+(\.\d+)?)", text):
+        raise ValueError("must name a checkpoint of a run in the same bucket, as 'run@latest', 'run@best' or 'run@400'")
+    return run, word
+
+
+def same_checkpoint(asked: str, found: str) -> bool:
+    """Returns whether ``found``, which names a checkpoint exactly, may be what ``asked`` stood for."""
+    if not asked or not found:
+        return asked == found
+    (run, word), (there, exact) = checkpoint_of(asked), checkpoint_of(found)
+    return run == there and word in ("latest", "best", exact, exact.partition(".")[0])
+
+
 PROFILED = 50
 """Largest number of steps of a profile."""
 

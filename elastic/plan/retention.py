@@ -37,7 +37,7 @@ def reasons(saved: Iterable[Version], keep: Keep, best: Version | None, needed: 
     """Returns the versions among ``saved`` that are kept, newest first, each with the names of the rules that keep it.
 
     ``saved`` has the good checkpoints on the lineage, ``best`` is the best validated version if one is known, and from those that are
-    ``needed`` a branch goes on.
+    ``needed`` a branch or a fork goes on.
     """
     ordered = sorted(saved, reverse=True)
     firsts = {version.step // keep.every: version for version in ordered if version.step >= keep.every} if keep.every else {}

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from elastic import forks
 from elastic.engine.world import World
 from elastic.errors import StateMissing, WorldBroken
 from elastic.ids import WorkerId
-from elastic.plan.placement import cell_of
+from elastic.plan.placement import cell_of, held
 from elastic.plan.transfer import Move, missing, moves, reads_copies
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
@@ -29,12 +30,14 @@ from elastic.state.shard import DTYPES, Home, Key, Shard, place_of
 from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.state.streaming import look_at
-from elastic.train.model import State
+from elastic.train.model import BUFFERS, State
 from elastic.train.step import Session
 from storage.background import begin
-from storage.checkpoints import Checkpoints
+from storage.checkpoints import Checkpoints, Reader
 from storage.slices import Slice, Tensor
 
+WEIGHTS = ("parameter", *BUFFERS)
+"""The kinds of tensors with which a run begins that takes the weights of another."""
 MESSAGE = 2**28
 """Largest size of a message in bytes; both sides stage it on their device, beside the old and the new shard."""
 
@@ -90,6 +93,8 @@ class Healing:
         state, plan, counters = self.state, self.plan, self.session.counters
         if plan.tier == "init":
             initialise(state, self.session.builder, counters, hook, self.leave_if_over)
+            if state.job.init:
+                counters["healed_bucket_bytes"] += weights_of(state, checkpoints, hook)
             return
         if self._there:
             state.read_the_rest()
@@ -246,16 +251,34 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
     Raises :class:`StateMissing` if the checkpoint has other tensors than the model, ``Damaged``, which names the object, and other errors
     of the bucket.
     """
-    by_name = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     reader = checkpoints.open(plan.version)
+    for found, tensor in misfits(reader, state.tensors):
+        where = f"the checkpoint of {plan.version} holds {found or 'nothing'} where model = {state.job.model!r} has {tensor}"
+        raise StateMissing(f"{where}: the model's code was changed; use the code that the run began with, or begin a run of another name")
+    return _fill(state, reader, wanted, hook)
+
+
+@torch.no_grad()
+def weights_of(state: State, checkpoints: Checkpoints, hook: Callable[[], None]) -> int:
+    """Reads this member's part of the weights of ``init``, a checkpoint of another run; returns the bytes read.  Raises as above."""
+    origin = forks.Origin.of(state.job.init)
+    reader = forks.checkpoints(checkpoints.store, origin.run).open(origin.version)
+    weights = [tensor for tensor in state.tensors if tensor.kind in WEIGHTS]
+    for found, tensor in misfits(reader, weights):
+        raise StateMissing(f"init = {state.job.init!r} holds {found or 'nothing'} where model = {state.job.model!r} has {tensor}")
+    return _fill(state, reader, [box.slice for tensor in weights for box in held(tensor, state.shard.cell).boxes], hook)
+
+
+def misfits(reader: Reader, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor | None, Tensor]]:
+    """Yields each of ``tensors`` that the checkpoint does not have so, after what it has in its place."""
     stored = {(tensor.kind, tensor.name): tensor for tensor in reader.tensors()}
-    for tensor in state.tensors:
-        if stored.get((tensor.kind, tensor.name)) != tensor:
-            found = stored.get((tensor.kind, tensor.name))
-            where = f"the checkpoint of {plan.version} holds {found or 'nothing'} where model = {state.job.model!r} has {tensor}"
-            raise StateMissing(
-                f"{where}: the model's code was changed; use the code that the run began with, or begin a run of another name"
-            )
+    for tensor in tensors:
+        if (found := stored.get((tensor.kind, tensor.name))) != tensor:
+            yield found, tensor
+
+
+def _fill(state: State, reader: Reader, wanted: Sequence[Slice], hook: Callable[[], None]) -> int:
+    by_name = {(tensor.kind, tensor.name): tensor for tensor in state.tensors}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # it is never written to
         for part, raw in reader.read([part for part in wanted if part.count]):

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import torch
 from torch import nn
 
+from elastic import forks
 from elastic.data.loader import Dataset
 from elastic.engine.axes.buckets import buckets_of, described
 from elastic.engine.fp8 import MULTIPLE, layers_of
@@ -24,13 +25,16 @@ from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError
+from elastic.forks import Origin
 from elastic.imports import failure, load
 from elastic.job import Job
 from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount, explained
 from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
+from elastic.resume import Start
 from elastic.runs import Run
+from elastic.state.heal import WEIGHTS, misfits
 from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
 from elastic.train.counters import Counters
@@ -68,9 +72,10 @@ class Checked:
     notes: list[str]
 
 
-def preflight(job: Job, *, local: bool = False, branch: bool = False) -> Checked:
+def preflight(job: Job, *, local: bool = False, branch: bool = False, start: Start | None = None) -> Checked:
     """Checks all of the user's parts that can be checked before a worker starts.  It leaves nothing in the bucket.
 
+    ``start`` says whether the run begins from a checkpoint of another one.
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
     model = build_model(job, builder_of(job))
@@ -98,6 +103,8 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False) -> Checked
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")
     tensors = tensors_of(model, session.rule)
     state_bytes = bytes_of(tensors)
+    if start is not None and start.origin is not None:
+        _check_origin(start, start.origin, tensors, run.store, build)
     _check_buffer(job, tensors)
     _check_flops(model, job)
     if job.profile:
@@ -109,6 +116,21 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False) -> Checked
         return Checked(build, [*notes, *_unused(job)])
     notes += [*_copying(job, state_bytes), *_hosting(job, tensors)]
     return Checked(build, [*notes, *_forming(job, state_bytes), *_updating(job, state_bytes)])
+
+
+def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> None:
+    """Raises :class:`JobError` unless the checkpoint of another run fits the model and, if the run goes on from it, the samples."""
+    reader, weights = forks.checkpoints(store, origin.run).open(origin.version), bool(start.job.init)
+    for found, tensor in misfits(reader, [each for each in tensors if not weights or each.kind in WEIGHTS]):
+        raise JobError(
+            f"{start.setting}: the checkpoint of {origin} holds {found or 'nothing'} where model = {start.job.model!r} has {tensor}; use "
+            f"the model and the model_args of that run"
+        )
+    if not weights:
+        try:
+            Run(start.job.replace(name=origin.run), store).check_data(build.data)
+        except JobError as error:
+            raise JobError(f"{start.setting}: {error}") from None
 
 
 def _check_held_out(job: Job, session: Session, build: Build) -> list[str]:

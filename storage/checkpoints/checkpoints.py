@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from blake3 import blake3
@@ -102,13 +103,17 @@ class Listed(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run.  ``inherited`` are some of other runs that count as its own, each with its run: they are only read."""
 
-    def __init__(self, store: ObjectStore, run: str) -> None:
-        self.store, self.run = store, run
+    def __init__(self, store: ObjectStore, run: str, inherited: Mapping[Version, str] = MappingProxyType({})) -> None:
+        self.store, self.run, self.inherited = store, run, inherited
+
+    def holder(self, version: Version) -> str:
+        """Returns the run in whose folder the checkpoint is."""
+        return self.inherited.get(version, self.run)
 
     def folder(self, version: Version) -> str:
-        return f"{self.run}/steps/{version.step:012d}/g{version.generation}"
+        return f"{self.holder(version)}/steps/{version.step:012d}/g{version.generation}"
 
     # ---- writing
 
@@ -165,7 +170,12 @@ class Checkpoints:
     # ---- deleting
 
     def mark(self, version: Version, reason: str) -> None:
-        """Notes that the checkpoint, or what was written of one, is being deleted, and why.  From then on it is not good."""
+        """Notes that the checkpoint, or what was written of one, is being deleted, and why.  From then on it is not good.
+
+        Raises :class:`ValueError` for an inherited one.
+        """
+        if version in self.inherited:
+            raise ValueError(f"{version} is a checkpoint of {self.holder(version)}, so {self.run} does not delete it")
         self._note(version, DELETED, reason)
 
     def remove(self, version: Version) -> None:
@@ -174,7 +184,7 @@ class Checkpoints:
         If it is interrupted, another call does the rest.
         """
         folder = self.folder(version)
-        if not self.store.exists(f"{folder}/{DELETED}"):
+        if version in self.inherited or not self.store.exists(f"{folder}/{DELETED}"):
             return
         self.store.delete(f"{folder}/{MANIFEST}")
         self._at_once(self.store.delete, [key for key in self.store.list(f"{folder}/") if key != f"{folder}/{DELETED}"])
@@ -286,20 +296,24 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Returns the steps of which a checkpoint was begun, in order."""
-        return sorted(int(name[:-1]) for name in self.store.children(f"{self.run}/steps/") if re.fullmatch(r"\d+/", name))
+        own = {int(name[:-1]) for name in self.store.children(f"{self.run}/steps/") if re.fullmatch(r"\d+/", name)}
+        return sorted(own | {version.step for version in self.inherited})
 
     def _listed(self, steps: Sequence[int]) -> list[Listed]:
         """Returns the checkpoints of these steps, oldest first."""
 
         def generations(step: int) -> list[int]:
             folder = self.folder(Version(step, 0)).rpartition("/")[0]
-            return sorted(int(name[1:-1]) for name in self.store.children(f"{folder}/") if re.fullmatch(r"g\d+/", name))
+            own = {int(name[1:-1]) for name in self.store.children(f"{folder}/") if re.fullmatch(r"g\d+/", name)}
+            return sorted(own | {version.generation for version in self.inherited if version.step == step})
 
         found = zip(steps, self._at_once(generations, steps), strict=True)
         return self._at_once(self._look, [Version(step, generation) for step, generations in found for generation in generations])
 
     def _look(self, version: Version) -> Listed:
-        damaged, deleted = self._quarantined(version), self.store.exists(f"{self.folder(version)}/{DELETED}")
+        damaged = self._quarantined(version)
+        # whoever inherits it has made sure that it stays, whatever mark came later
+        deleted = version not in self.inherited and self.store.exists(f"{self.folder(version)}/{DELETED}")
         try:
             return Listed(version, self.manifest(version), damaged, deleted)
         except Missing:

@@ -60,12 +60,31 @@ IMPORTS = {
         ),
         ("pydantic",),
     ),
-    "elastic.branches": Row(("elastic.job", "storage.*", *NAMES)),
+    "elastic.branches": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
+    "elastic.forks": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
     "elastic.runs": Row(
-        ("elastic", "elastic.branches", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job", "storage.*", *NAMES)
+        (
+            *("elastic", "elastic.branches", "elastic.forks", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job"),
+            *("storage.*", *NAMES),
+        )
     ),
     "elastic.retention": Row(
-        ("elastic.branches", "elastic.control.saves", "elastic.protocol.*", "elastic.plan.*", "elastic.runs", "storage.*", *NAMES)
+        (
+            *("elastic.branches", "elastic.forks", "elastic.control.saves", "elastic.protocol.*", "elastic.plan.*", "elastic.runs"),
+            *("storage.*", *NAMES),
+        )
+    ),
+    "elastic.descent": Row(
+        (
+            *("elastic.branches", "elastic.config.values", "elastic.forks", "elastic.job", "elastic.metrics", "elastic.resume"),
+            *("elastic.runs", "storage.*", *NAMES),
+        )
+    ),
+    "elastic.resume": Row(
+        (
+            *("elastic.branches", "elastic.config.values", "elastic.forks", "elastic.job", "elastic.metrics", "elastic.protocol.lineage"),
+            *("elastic.report.metrics", "elastic.runs", "storage.*", *NAMES),
+        )
     ),
     "elastic.restarts": Row(("elastic.control.*", "elastic.runs", *NAMES)),
     "elastic.metrics": Row(
@@ -88,7 +107,7 @@ IMPORTS = {
     ),
     "elastic.state": Row(
         (
-            *("elastic.state.*", "elastic.engine.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job", "storage.*"),
+            *("elastic.state.*", "elastic.engine.*", "elastic.protocol.*", "elastic.plan.*", "elastic.forks", "elastic.job", "storage.*"),
             *("elastic.train.counters", "elastic.train.model", "elastic.train.step"),
             *NAMES,
         ),
@@ -116,7 +135,7 @@ IMPORTS = {
             "elastic",
             *("elastic.train.*", "elastic.state.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*"),
             *("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
-            *("elastic.config.sections", "elastic.metrics", "elastic.retention", *NAMES),
+            *("elastic.config.sections", "elastic.forks", "elastic.metrics", "elastic.resume", "elastic.retention", *NAMES),
         ),
         ("numpy", "torch"),
     ),

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 
+from elastic import branches
 from elastic.branches import flat
 from elastic.config.describe import meaning_of, settings_page
 from elastic.config.sections import Part
@@ -48,6 +49,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         name="run",
         bucket="/b",
         model_args={"dim": 1},
+        init="other@best",
         recompute="block",
         activations="int8",
         precision="fp16",
@@ -65,6 +67,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         "name",
         "model",
         "model_args",
+        "init",
         "optim.kind",
         "optim.moments",
         "numerics",
@@ -90,9 +93,9 @@ def test_a_section_is_wholly_free_only_if_each_of_its_settings_is() -> None:
 
 
 def test_the_page_has_a_row_for_each_setting() -> None:
-    page = settings_page(Job)
+    page = settings_page(Job, branches.change_of)
     rows = re.findall(r"^\| `([\w.\[\]]+)` \| .+ \| .+ \| .+ \| (free|branch|refused) \|$", page, re.M)
-    assert sorted(rows) == sorted((name, str(change_of(field))) for name, field in leaves(Job).items())
+    assert sorted(rows) == sorted((name, str(branches.change_of(name))) for name in leaves(Job))
     assert page.count("\n## ") == len({name.rpartition(".")[0] for name in leaves(Job)})
     for row in (
         "| `bucket` | text | required | Folder or fsspec URL",
@@ -107,7 +110,7 @@ def test_the_page_has_a_row_for_each_setting() -> None:
 
 def test_the_guide_has_the_page_that_the_command_prints() -> None:
     kept = (Path(__file__).parents[2] / "examples" / "guide" / "settings.md").read_text(encoding="utf-8")
-    assert kept == settings_page(Job), "elastic settings > examples/guide/settings.md"
+    assert kept == settings_page(Job, branches.change_of), "elastic settings > examples/guide/settings.md"
 
 
 def choices(setting: str) -> set[Any]:

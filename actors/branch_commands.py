@@ -1,0 +1,110 @@
+"""The commands about where runs come from: rollback, runs."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from actors.checkpoint_commands import at_rest
+from actors.terminal import say
+from elastic import resume
+from elastic.config.values import place
+from elastic.descent import Descent, runs_of, tree
+from elastic.errors import JobError, PlatformGaveUp
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.metrics import rows_of
+from elastic.report.divergence import diverged_at
+from elastic.runs import Run
+from storage.errors import Exists
+
+AUTO = "auto"
+AGES = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+
+
+def rollback(known: Namespace) -> int:
+    """Begins a branch at an older checkpoint of a run that is at rest, and says which command goes on with it.
+
+    Raises :class:`JobError` if there is no such checkpoint, and :class:`PlatformGaveUp` if the run may live, unless ``--force``.
+    """
+    asked = Job.load(known.job, known.settings)
+    if not (math.isfinite(known.lr_scale) and known.lr_scale > 0):
+        raise JobError(f"--lr-scale = {known.lr_scale:g} must be more than 0, such as 0.5")
+    if known.to != AUTO and not known.to.isdecimal():
+        raise JobError(f"--to = {known.to!r} must be a step, or 'auto'")
+    run, claim = at_rest(asked, known.force, "`elastic stop` stops it, and then it can be rolled back")
+    version = before_divergence(run) if known.to == AUTO else resume.checkpoint(run, known.to)
+    optim = run.job.optim.model_copy(update={"lr": run.job.optim.lr * known.lr_scale})
+    changed = Run.look(run.job.replace(optim=optim), branch=True)
+    if run.latest_claim() != claim:
+        raise PlatformGaveUp(f"another command has begun to train {asked.name} meanwhile; it is not rolled back")
+    try:
+        said = resume.rewind(changed, time.time(), version)
+    except Exists:
+        raise PlatformGaveUp(f"another command has begun a branch of {asked.name} meanwhile; it is not rolled back") from None
+    if not said:
+        say(f"{asked.name} is at step {version.step} already, and nothing was to change")
+        return 0
+    say(said)
+    words = [str(known.job), *known.line]
+    if known.lr_scale != 1:
+        words += ["--optim.lr", repr(optim.lr)]
+    again = f" (write optim.lr = {optim.lr!r} into the job file, too)" if known.lr_scale != 1 else ""
+    say(f"`elastic train {shlex.join(words)}` goes on with it{again}")
+    return 0
+
+
+def before_divergence(run: Run) -> Version:
+    """Returns the last good checkpoint before the run diverged.  Raises :class:`JobError` if it did not, or if there is none.
+
+    A loss is that of the weights before its step.  So the last weights that are known to be good are those whose step had a usual one.
+    """
+    at = diverged_at(list(rows_of(run)))
+    if at is None:
+        raise JobError(f"--to auto: the losses of {run.job.name} do not diverge; name a step (`elastic checkpoint ls` lists them)")
+    say(f"{run.job.name} diverged at step {at}: the last step before it with a usual loss is {at - 1}")
+    good = [version for version in resume.saved(run) if version.step <= at - 2]
+    if not good:
+        raise JobError(f"--to auto: there is no good checkpoint of step {at - 2} or before; --to 0 begins again")
+    return max(good)
+
+
+def runs(known: Namespace) -> int:
+    """Prints the runs of a bucket as a tree."""
+    path = Path(known.bucket)
+    bucket = Job.load(path).bucket if path.is_file() else place(known.bucket)
+    found = runs_of(bucket)
+    if not found:
+        raise JobError(f"there is no run in bucket = {bucket!r}; name the bucket of a job, or its job file")
+    for depth, each in tree(found):
+        for line in described(each, time.time()):
+            say(f"{'    ' * depth}{line}")
+    return 0
+
+
+def described(each: Descent, now: float) -> list[str]:
+    """Returns the lines about a run: the run itself, and below it a line for each branch."""
+    if each.unread:
+        return [f"{each.name}: {each.unread}"]
+    told = [f"{each.name}: step {each.step} of {each.steps}", each.state]
+    if each.parent:
+        told.append(f"from {each.origin}" if each.origin else f"with the weights of {each.warm}")
+    if each.best:
+        told.append(f"best validation {each.best[1]:.4g} at step {each.best[0].step}")
+    if each.at is not None:
+        told.append(_age(now - each.at))
+    return [", ".join(told), *(f"  {_branch(one)}" for one in each.branches)]
+
+
+def _branch(one: dict[str, object]) -> str:
+    changed = one["changed"]
+    assert isinstance(changed, dict)
+    what = ", ".join(f"{key} = {before!r} → {after!r}" for key, (before, after) in changed.items())
+    return f"branch {one['number']} from step {one['step']}: {what or 'the same settings'}"
+
+
+def _age(seconds: float) -> str:
+    return next((f"{seconds / unit:.0f} {name} ago" for unit, name in AGES if seconds >= unit), "just now")

@@ -1,0 +1,168 @@
+"""Finds where a command that trains begins: at the newest checkpoint of its run, at an older one, or at one of another run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic import branches, forks, metrics
+from elastic.config.values import checkpoint_of, same_checkpoint
+from elastic.errors import JobError
+from elastic.forks import Origin
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.protocol import lineage
+from elastic.report.metrics import version_of
+from elastic.runs import Run
+from storage.objects import ObjectStore
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Start:
+    """The place from which a command begins, as it was asked for, and the job with what it takes from there."""
+
+    job: Job
+    at: Version | None = None
+    """The checkpoint of the run itself from which a branch goes on."""
+    origin: Origin | None = None
+    """The checkpoint of another run from which a new run goes on, or (with ``init``) whose weights it begins with."""
+    changed: dict[str, Any] = field(default_factory=dict)
+    """The settings in which a fork differs from the run that it comes from."""
+
+    @property
+    def setting(self) -> str:
+        """The words that asked for the other run's checkpoint, for errors."""
+        return f"init = {self.job.init!r}" if self.job.init else f"--resume {self.origin and self.origin.word}"
+
+    def begin(self) -> str:
+        """Begins a fork, or makes sure that the weights of ``init`` stay; returns the sentence that says so, or "".
+
+        Raises :class:`JobError` if the checkpoint is gone meanwhile, and :class:`~storage.errors.Exists` if there is such a run by now.
+        """
+        if self.origin is None:
+            return ""
+        store, name = ObjectStore.open(self.job.bucket), self.job.name
+        if self.job.init:
+            forks.refer(store, self.origin, name)
+            return f"{name} begins at step 0 with the weights of {self.origin}"
+        forks.begin(store, self.job, self.origin, self.changed)
+        what = ", ".join(f"{key} = {there!r} there and {here!r} here" for key, (there, here) in self.changed.items())
+        return f"{name} goes on from {self.origin}: {what or 'with the same settings'}"
+
+
+def start_of(job: Job, resume: str | int = LATEST) -> Start:
+    """Returns where ``job`` begins: ``resume`` is ``latest``, a step of its run, or ``run@latest``, ``run@best``, ``run@step``.
+
+    Raises :class:`JobError` if there is no such checkpoint, or if its state does not fit the job.
+    """
+    word = str(resume)
+    if word == LATEST and not job.init:
+        return Start(job)
+    there = branches.stored(ObjectStore.open(job.bucket), job.name)
+    if word == LATEST:
+        return Start(job) if there is not None else _warm(job)
+    if word.isdecimal():
+        return Start(job, at=checkpoint(Run.begun(job), word))
+    try:
+        name, which = checkpoint_of(word)
+    except ValueError as error:
+        raise JobError(f"--resume = {word!r} {error}, or be 'latest', or a step of this run") from None
+    if name == job.name:
+        return Start(job, at=checkpoint(Run.begun(job), which))
+    if there is not None:
+        _check_same(job, name, which)
+        return Start(job)
+    if job.init:
+        raise JobError(f"init = {job.init!r} and --resume {word}: a run begins with the weights of one, or goes on from one; name one")
+    return _fork(job, name, which)
+
+
+def checkpoint(run: Run, which: str) -> Version:
+    """Returns the good checkpoint of ``run`` that ``latest``, ``best`` or a step names; step 0 is its beginning.
+
+    Raises :class:`JobError` if there is none.
+    """
+    if which == "best":
+        return _best(run)
+    if which == LATEST or which.isdecimal():
+        return Version(0, 0) if which == "0" else run.version_at(None if which == LATEST else int(which))
+    return Origin.of(f"{run.job.name}@{which}").version
+
+
+def saved(run: Run) -> list[Version]:
+    """Returns all good checkpoints of the surviving lineage, oldest first."""
+    line = run.standing(0, 0.0).history.lineage
+    return [each.version for each in run.checkpoints.versions() if each.good and lineage.contains(line, each.version)]
+
+
+def rewind(run: Run, now: float, version: Version) -> str:
+    """Begins a branch of ``run``, with its job, that goes on from ``version``.  Returns and raises as :meth:`Run.branch`."""
+    metrics.keep_until(run, version)
+    return run.branch(now, version)
+
+
+def best_of(run: Run) -> tuple[Version, float] | None:
+    """Returns the best validated version of the surviving lineage, whether it was saved or not, and its loss; None without any."""
+    if (best := run.standing(0, 0.0).history.best) is not None:
+        return best.version, best.found.mean
+    rows = [(row["validation_loss"], version_of(row)) for row in metrics.rows_of(run) if "validation_loss" in row]
+    if not rows:
+        return None
+    loss, version = min(rows)
+    return version, loss
+
+
+def _best(run: Run) -> Version:
+    """Returns the first good checkpoint at or after the best validated version, as ``checkpoint.keep_best`` keeps it."""
+    name, found = run.job.name, best_of(run)
+    if found is None:
+        raise JobError(f"{name}@best: {name} has no validation; name a step, or set validation.every in its job")
+    best = found[0]
+    if not (later := [version for version in saved(run) if version >= best]):
+        raise JobError(f"{name}@best: the best validation was after step {best.step}, and there is no checkpoint of it or after it")
+    return min(later)
+
+
+def _fork(job: Job, name: str, which: str) -> Start:
+    other = Run.begun(job.replace(name=name))
+    version = checkpoint(other, which)
+    if not version.step:
+        raise JobError(f"--resume {name}@0: nothing was done by then; leave --resume out to begin at step 0")
+    stored = branches.at(other.store, name, version)
+    job = job.going_on(stored)
+    found = job.begun_as(stored)
+    try:
+        branches.check(job.replace(name=name), found, asked=True)
+    except JobError as error:
+        raise JobError(f"--resume {name}@{which}: {error}") from None
+    if version.step > job.steps:
+        raise JobError(f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; ask for more steps")
+    return Start(job, origin=Origin(name, version), changed={key: list(pair) for key, pair in branches.changed(job, found).items()})
+
+
+def _warm(job: Job) -> Start:
+    name, which = checkpoint_of(job.init)
+    if name == job.name:
+        raise JobError(f"init = {job.init!r} names the run itself; name another one, or `elastic train --resume` a step of this run")
+    version = checkpoint(Run.begun(job.replace(name=name, init="")), which)
+    if not version.step:
+        raise JobError(f"init = {job.init!r}: nothing was trained by then; leave it out")
+    origin = Origin(name, version)
+    return Start(job.replace(init=origin.word), origin=origin)
+
+
+def _check_same(job: Job, name: str, which: str) -> None:
+    """Raises :class:`JobError` unless the run that is there began from the checkpoint that is named."""
+    store = ObjectStore.open(job.bucket)
+    origin = forks.origin_of(store, job.name)
+    holders = () if origin is None else (origin.run, *(run for run in (name,) if _passed_on(store, run, origin)))
+    if origin is None or name not in holders or not same_checkpoint(f"{name}@{which}", Origin(name, origin.version).word):
+        how = "began at step 0" if origin is None else f"goes on from {origin}"
+        raise JobError(f"--resume {name}@{which}: there is a run {job.name!r} already, which {how}; give the new one another name")
+
+
+def _passed_on(store: ObjectStore, name: str, origin: Origin) -> bool:
+    """Returns whether the run ``name`` has the checkpoint from its own origin."""
+    return forks.checkpoints(store, name).holder(origin.version) == origin.run

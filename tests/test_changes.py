@@ -1,0 +1,201 @@
+"""L4: what another value of each setting does to a run that has begun: the table of the guide, setting by setting."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic import branches
+from elastic.config.settings import leaves
+from elastic.config.values import Change, change_at
+from elastic.errors import JobError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.runs import Run
+from storage.objects import ObjectStore
+
+pytestmark = pytest.mark.fast
+
+BASE: dict[str, Any] = {
+    "global_batch": 64,
+    "microbatch": 4,
+    "precision": "fp16",
+    "optim": {"lr": 1e-3, "args": {"x": 1}, "kind": "a.b:opt"},
+    "faults": [{"point": "save", "step": 1}],
+    "validation": {"every": 5},
+    "model_args": {"dim": 1},
+}
+OTHER: dict[str, Any] = {
+    "model": "a.b:c",
+    "model_args": {"dim": 2},
+    "init": "other@best",
+    "loss": "a.b:c",
+    "seed": 1,
+    "steps": 120,
+    "global_batch": 128,
+    "microbatch": 2,
+    "precision": "bf16",
+    "loss_scale": 2.0,
+    "compile": True,
+    "recompute": "block",
+    "activations": "int8",
+    "offload": "optimizer",
+    "offload_folder": "/other/disk",
+    "offload_buffer_gb": 2.0,
+    "reproducible": False,
+    "numerics": 1,
+    "on_driver_exit": "detach",
+    "log_every": 9,
+    "profile": "5-7",
+    "data.dataset": "a.b:D",
+    "data.args": {"path": "/moved"},
+    "data.sampling": "with_replacement",
+    "data.prefetch": 7,
+    "data.group_by_length": True,
+    "validation.dataset": "a.b:V",
+    "validation.args": {"path": "/moved"},
+    "validation.every": 6,
+    "validation.samples": 8,
+    "metrics.sinks": {"a.b:C": {"path": "c"}},
+    "optim.kind": "c.d:opt",
+    "optim.args": {"x": 2},
+    "optim.lr": 2e-3,
+    "optim.betas": (0.8, 0.9),
+    "optim.momentum": 0.5,
+    "optim.eps": 1e-6,
+    "optim.weight_decay": 0.2,
+    "optim.decay": "l2",
+    "optim.moments": "bf16",
+    "optim.clip_norm": 2.0,
+    "schedule.kind": "constant",
+    "schedule.warmup_steps": 7,
+    "schedule.final": 0.2,
+    "schedule.decay_steps": 9,
+    "batch_ramp.start": 32,
+    "batch_ramp.increment": 48,
+    "batch_ramp.samples": 200,
+    "reduction.block": 2,
+    "reduction.wire": "bf16",
+    "parallel.dp_replicate": 1,
+    "parallel.dp_shard": 2,
+    "parallel.min_shard": 2,
+    "parallel.zero": 2,
+    "parallel.bucket_elements": 5,
+    "parallel.use": "fit",
+    "workers.min": 2,
+    "workers.max": 3,
+    "workers.spares": 1,
+    "workers.cpus": 2,
+    "workers.gpus": 1,
+    "workers.device_gb": 80,
+    "workers.threads": 4,
+    "checkpoint.save_every": 1,
+    "checkpoint.keep_last": 2,
+    "checkpoint.keep_every": 4,
+    "checkpoint.keep_best": True,
+    "checkpoint.compare": True,
+    "copies.copy_every": 2,
+    "copies.buddy_every": 9,
+    "copies.cross_zone": True,
+    "copies.link_share": 0.5,
+    "watch.every": 7,
+    "watch.patience": 2,
+    "watch.vanishing": 0.1,
+    "watch.exploding": 9.0,
+    "watch.stationary": 40,
+    "watch.max_skipped": 3,
+    "network.interface": "eth1",
+    "deadlines.form_s": 1,
+    "deadlines.fence_s": 1,
+    "deadlines.stall_s": 7,
+    "deadlines.silence_s": 4,
+    "deadlines.lease_s": 130,
+    "deadlines.wait_s": 1,
+    "deadlines.stop_s": 1,
+    "deadlines.driver_s": 30,
+    "deadlines.grow_debounce_s": 1,
+    "faults": [],
+    "faults[].point": "backward",
+    "faults[].step": 2,
+    "faults[].world_rank": 1,
+    "faults[].generation": 2,
+    "faults[].kind": "SIGSTOP",
+}
+"""Another value of each setting than that of :data:`BASE`, or the default."""
+WITH: dict[str, dict[str, Any]] = {
+    "offload": {"parallel.zero": 1},
+    "parallel.bucket_elements": {"parallel.zero": 1},
+    "offload_folder": {"offload": "optimizer", "parallel.zero": 1},
+    "offload_buffer_gb": {"offload": "optimizer", "offload_folder": "/disk", "parallel.zero": 1},
+    "optim.betas": {"optim.kind": "adamw", "optim.args": {}},
+    "optim.eps": {"optim.kind": "adamw", "optim.args": {}},
+    "optim.momentum": {"optim.kind": "sgd", "optim.args": {}},
+    "optim.decay": {"optim.kind": "adamw", "optim.args": {}},
+    "optim.moments": {"optim.kind": "adamw", "optim.args": {}},
+    "schedule.decay_steps": {"schedule.kind": "wsd", "schedule.decay_steps": 5},
+    "checkpoint.keep_every": {"checkpoint.keep_last": 3},
+    "checkpoint.keep_best": {"checkpoint.keep_last": 3, "validation.every": 50},
+    **{f"batch_ramp.{name}": {"batch_ramp": {"start": 16, "increment": 16, "samples": 100}} for name in ("start", "increment", "samples")},
+}
+"""Settings that both jobs have besides, so that the two values of a setting are allowed."""
+
+
+def job_of(bucket: Path, values: dict[str, Any]) -> Job:
+    """Returns the job of settings with dotted names, later ones over earlier ones."""
+    found: dict[str, Any] = {"name": "run", "bucket": str(bucket)}
+    for name, value in values.items():
+        section, _, key = name.rpartition(".")
+        if section == "faults[]":
+            found["faults"] = [{**found["faults"][0], key: value}]
+        elif section:
+            found[section] = {**found.get(section, {}), key: value}
+        else:
+            found[name] = value
+    return Job(**found)
+
+
+def what_happens(folder: Path, setting: str) -> Change:
+    """Begins a run, changes the setting, and returns what the checks of a command that trains it say."""
+    begun = job_of(folder, BASE | WITH.get(setting, {}))
+    changed = job_of(folder, BASE | WITH.get(setting, {}) | {setting: OTHER[setting]})
+    assert begun != changed
+    Run.open(begun)
+    try:
+        Run.look(changed)
+    except JobError as error:
+        assert f"{setting}" in str(error), "it is named"
+    else:
+        return Change.FREE
+    try:
+        Run.look(changed, branch=True)
+    except JobError as error:
+        assert re.search(rf"another value of .*{re.escape(setting)}", str(error)), "it is named"
+        return Change.REFUSED
+    store = ObjectStore.open(str(folder))
+    branches.begin(store, changed, begun, Version(0, 0), 0.0)
+    (differs,) = (each["changed"] for each in branches.every(store, "run"))
+    assert differs and all(name == setting or name.startswith(f"{setting}.") for name in differs)
+    return Change.BRANCH
+
+
+@pytest.mark.parametrize("setting", [name for name in leaves(Job) if name not in ("name", "bucket")])
+def test_l4_what_another_value_does_is_what_the_table_says(tmp_path: Path, setting: str) -> None:
+    """L4: free: nothing is asked; branch: a word is, and the branch says what it changed; refused: by name, also with the word."""
+    assert what_happens(tmp_path, setting) is branches.change_of(setting)
+
+
+def test_l4_the_name_says_which_run_it_is_and_the_bucket_where(tmp_path: Path) -> None:
+    """L4: with another name it is another run (refused), and a bucket may be moved (free)."""
+    Run.open(job_of(tmp_path / "here", BASE))
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert branches.stored(Run.look(job_of(tmp_path / "there", BASE)).store, "run") is not None
+    assert branches.stored(ObjectStore.open(str(tmp_path / "there")), "other") is None
+    assert [branches.change_of(name) for name in ("name", "bucket")] == [Change.REFUSED, Change.FREE]
+
+
+def test_a_table_that_is_wrong_is_found(tmp_path: Path) -> None:
+    """The control: `seed` was declared as one that a branch may change, and the check refuses it."""
+    assert what_happens(tmp_path, "seed") is not change_at(Job, "seed")

@@ -1,0 +1,452 @@
+"""L4, L5: a run goes on from an older step, or from a checkpoint of another run, or begins with the weights of one.
+
+The oracle is a run that was so from the beginning: what is asked for by another way has its bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actors import branch_commands, checkpoint_commands
+from actors.cli import main
+from actors.launch import launch
+from elastic import branches, forks, resume
+from elastic.errors import JobError
+from elastic.forks import Origin
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.metrics import keep_until, rows_of, store_rows, stored
+from elastic.plan.layout import Layout
+from elastic.plan.retention import Keep
+from elastic.protocol.actions import Retain
+from elastic.report.story import Line, Sentence, StepLine
+from elastic.retention import collect
+from elastic.runs import Run
+from storage.checkpoints import Checkpoints
+from storage.errors import Exists
+from storage.objects import ObjectStore
+from tests.storage.states import TENSORS, state_of, write
+from tests.support.chaos import exported_hash
+from tests.support.job_file import to_toml
+from tests.support.stores import Forwarding
+from tests.support.toys import toy_job
+
+FAST = {"optim": {"lr": 3e-2}}
+STATE = state_of(TENSORS[:2], seed=1)
+_numbers = itertools.count()
+
+
+def job_of(folder: Path, name: str = "run", steps: int = 6, **changes: Any) -> Job:
+    small = {"vocab": 29, "dim": 16, "layers": 2, "heads": 2, "dropout": 0.1}
+    settings = {"schedule": {"kind": "constant"}, "checkpoint": {"save_every": 2}, "model_args": small, "microbatch": 4}
+    return toy_job(folder, **{"name": name, "steps": steps} | settings | changes)
+
+
+def trained(job: Job, **how: Any) -> list[Line]:
+    """Trains in this process, and returns what was shown."""
+    lines: list[Line] = []
+    assert launch(job, local=True, show=lines.append, **how).state == "Finished"
+    return lines
+
+
+def told(lines: list[Line]) -> str:
+    return "\n".join(line.text for line in lines if isinstance(line, Sentence))
+
+
+def steps_of(lines: list[Line]) -> list[int]:
+    return [line.step for line in lines if isinstance(line, StepLine)]
+
+
+# ---- a step of the run itself
+
+
+def test_l4_a_run_goes_on_from_an_older_step_of_its_own(tmp_path: Path) -> None:
+    """L4: with another rate from step 4 on it has the bits of a run that had it there.  The control: from step 2 on, other bits.
+
+    Each step counts once in the metrics, with the generation that survived.
+    """
+    early = tmp_path / "early"
+    trained(job_of(early, steps=4))
+    trained(job_of(early, **FAST), branch=True)
+    trained(job_of(tmp_path))
+    lines = trained(job_of(tmp_path, **FAST), resume=4)
+    assert "branch 2 of run goes on from step 4: optim.lr = 0.01 before and 0.03 now" in told(lines) and steps_of(lines) == [5, 6]
+    assert exported_hash(job_of(tmp_path, **FAST)) == exported_hash(job_of(early, **FAST))
+    run = Run.find(job_of(tmp_path))
+    assert [(int(row["step"]), int(row["generation"])) for row in rows_of(run)] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
+    assert steps_of(trained(job_of(tmp_path, **FAST), resume="run@2")) == [3, 4, 5, 6]
+    assert exported_hash(job_of(tmp_path, **FAST)) not in ("", exported_hash(job_of(early, **FAST)))
+
+
+def test_l4_a_run_that_was_rewound_stands_there_until_it_goes_on(tmp_path: Path) -> None:
+    """L4: it may be rewound to its beginning, too; what was abandoned counts for nobody, also if the newest one is damaged later."""
+    trained(job_of(tmp_path))
+    run = Run.find(job_of(tmp_path))
+    assert run.end() is not None
+    resume.rewind(Run.look(job_of(tmp_path, **FAST), branch=True), 0.0, Version(4, 1))
+    assert (run.newest(), run.end(), [row["step"] for row in rows_of(run)]) == (Version(4, 1), None, [1, 2, 3, 4])
+    run.checkpoints.quarantine(Version(4, 1), "a test")
+    assert run.newest() == Version(2, 1), "not the abandoned one of step 6"
+    with pytest.raises(JobError, match="no good checkpoint at step 6"):
+        resume.start_of(job_of(tmp_path, **FAST), "6")
+    resume.rewind(Run.look(job_of(tmp_path, **FAST), branch=True), 0.0, Version(0, 0))
+    assert steps_of(trained(job_of(tmp_path, **FAST))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_rows_that_share_a_file_with_abandoned_ones_stay(tmp_path: Path) -> None:
+    """The recorder of a cluster writes the rows of several saves as one file.  The control: without a file of their own they are lost."""
+    found = []
+    for keeps in (True, False):
+        run = Run.open(job_of(tmp_path / str(keeps)))
+        for step in (2, 4, 6):
+            run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
+        store_rows(run.store, "run", [{"step": step, "generation": 1} for step in range(1, 7)])
+        if keeps:
+            keep_until(run, Version(4, 1))
+        store_rows(run.store, "run", [{"step": 5, "generation": 2}])
+        found.append([row["step"] for row in stored(run.store, "run", ((1, 4), (2, 5)))])
+    assert found == [[1, 2, 3, 4, 5], [5]]
+
+
+# ---- another run
+
+
+def test_l5_a_fork_has_the_bits_of_the_run_extended(tmp_path: Path) -> None:
+    """L5: it goes on at the step, with the moments and the place in the data, and copies nothing.  The control: from another step."""
+    early = tmp_path / "early"
+    trained(job_of(early, steps=4))
+    trained(job_of(early, **FAST), branch=True)
+    trained(job_of(tmp_path, steps=4))
+    fork = job_of(tmp_path, "fork", **FAST)
+    lines = trained(fork, resume="run@4")
+    assert "fork goes on from step 4 of generation 1 of run: optim.lr = 0.01 there and 0.03 here" in told(lines)
+    assert steps_of(lines) == [5, 6] and exported_hash(fork) == exported_hash(job_of(early, **FAST))
+    assert sorted(path.name for path in (tmp_path / "fork" / "steps").iterdir()) == ["000000000006"], "nothing is copied"
+    other = job_of(tmp_path, "other", **FAST)
+    assert steps_of(trained(other, resume="run@2")) == [3, 4, 5, 6]
+    assert exported_hash(other) not in ("", exported_hash(fork))
+    assert steps_of(trained(fork, resume="run@4")) == [], "the same command goes on with the fork"
+    with pytest.raises(JobError, match=r"--resume run@2: there is a run 'fork' already, which goes on from step 4 of generation 1 of run"):
+        trained(fork, resume="run@2")
+    assert steps_of(trained(job_of(tmp_path, "child", steps=8, **FAST), resume="fork@4")) == [5, 6, 7, 8], "what a fork has inherited"
+    assert set(forks.references(fork_store := ObjectStore.open(str(tmp_path)), "run")) == {Version(4, 1), Version(2, 1)}
+    assert forks.references(fork_store, "fork") == {}, "the run that holds the checkpoint keeps it"
+    assert forks.origin_of(fork_store, "child") == Origin("run", Version(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word", "says"),
+    [
+        ({"model_args": {"vocab": 29, "dim": 32}}, "run@4", "the state of that run does not fit another value of model_args"),
+        ({"optim": {"kind": "sgd"}}, "run@4", "does not fit another value of optim.kind"),
+        ({"seed": 5}, "run@4", "with another value of seed it would leave out samples, or repeat them"),
+        ({"steps": 3}, "run@4", "steps = 3: the checkpoint of run is at step 4 already; ask for more steps"),
+        ({}, "run@3", "no good checkpoint at step 3"),
+        ({}, "nobody@3", "there is no run 'nobody'"),
+        ({}, "run@best", "run has no validation; name a step"),
+        ({}, "run@soon", "must name a checkpoint of a run in the same bucket"),
+        ({}, "4", "there is no run 'fork'"),
+        (
+            {"data": {"dataset": "tests.support.toys:Sums", "args": {"samples": 32}}},
+            "run@4",
+            "--resume run@4.1: data.args = {'samples': 32}",
+        ),
+        ({"init": "run@4"}, "run@4", "name one"),
+        ({"init": "run@3"}, "latest", "no good checkpoint at step 3"),
+        ({"init": "run@4", "model_args": {"vocab": 29, "dim": 32}}, "latest", "use the model and the model_args of that run"),
+        ({"init": "fork@4"}, "latest", "names the run itself"),
+    ],
+    ids=str,
+)
+def test_l5_what_does_not_fit_is_refused_before_anything_begins(tmp_path: Path, changes: dict[str, Any], word: str, says: str) -> None:
+    """L5: by name, and nothing is left in the bucket.  The control is the test above."""
+    trained(job_of(tmp_path, steps=4))
+    with pytest.raises(JobError) as refused:
+        launch(job_of(tmp_path, "fork", **changes), local=True, resume=word)
+    assert says in str(refused.value)
+    assert not (tmp_path / "fork").exists() and not (tmp_path / "run" / "references").exists()
+
+
+def test_l5_a_warm_start_has_the_weights_and_nothing_else(tmp_path: Path) -> None:
+    """L5: with a rate of zero the weights stay those of the checkpoint, as safetensors reads them; the moments are those of one step.
+
+    The control: a run that initialises itself.
+    """
+    still = {"optim": {"lr": 0.0}, "seed": 7, "steps": 1}
+    trained(job_of(tmp_path, steps=4))
+    files = {}
+    for name, changes in {"run": {}, "warm": {"init": "run@4"} | still, "cold": still}.items():
+        job = job_of(tmp_path, name, **{"steps": 4} | changes)
+        lines = trained(job)
+        assert ("warm begins at step 0 with the weights of step 4 of generation 1 of run" in told(lines)) is (name == "warm")
+        Run.find(job).checkpoints.export(Run.find(job).version_at(None), tmp_path / "out" / name)
+        files[name] = [load_file(tmp_path / "out" / name / f"{part}.safetensors") for part in ("model", "optimizer")]
+    weights = {name: model for name, (model, _) in files.items()}
+    assert all(weights["warm"][name].equal(value) for name, value in weights["run"].items())
+    assert not all(weights["cold"][name].equal(value) for name, value in weights["run"].items())
+    fresh = {name: _of_one_step(optimizer) for name, (_, optimizer) in files.items()}
+    assert fresh == {"run": False, "warm": True, "cold": True}
+    assert Run.find(job_of(tmp_path, "warm")).job.init == "run@4.1"
+    trained(job_of(tmp_path, "warm", **{"init": "run@latest"} | still))  # the choice was made when the run began
+    with pytest.raises(JobError, match="does not fit another value of init"):
+        Run.look(job_of(tmp_path, "warm", **{"init": "run@2"} | still), branch=True)
+
+
+def _of_one_step(optimizer: dict[str, torch.Tensor], betas: tuple[float, float] = (0.9, 0.95)) -> bool:
+    """Returns whether the moments of AdamW are those of one gradient g after zeros: (1 - β1) g and (1 - β2) g²."""
+    firsts = {key.removeprefix("exp_avg/"): value for key, value in optimizer.items() if key.startswith("exp_avg/")}
+    pairs = [(value / (1 - betas[0]), optimizer[f"exp_avg_sq/{name}"] / (1 - betas[1])) for name, value in firsts.items()]
+    return bool(pairs) and all(torch.allclose(first**2, second, rtol=1e-4, atol=1e-12) for first, second in pairs)
+
+
+def test_l5_the_best_is_the_one_with_the_lowest_validation(tmp_path: Path) -> None:
+    validation = {"every": 1, "args": {"samples": 16}}
+    job = job_of(tmp_path, validation=validation, optim={"lr": 0.3})
+    trained(job)
+    rows = {int(row["step"]): row["validation_loss"] for row in rows_of(Run.find(job)) if "validation_loss" in row}
+    best = min(rows, key=rows.__getitem__)
+    found = resume.checkpoint(Run.find(job), "best")
+    assert found.step == min(step for step in (2, 4, 6) if step >= best) and len(set(rows.values())) > 1
+
+
+# ---- deletion
+
+
+def saved(steps: Iterable[int] = range(1, 6)) -> Run:
+    run = Run.open(toy_job(f"memory://forks-{next(_numbers)}", name="run"))
+    for step in steps:
+        run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
+    run.claim("local")
+    return run
+
+
+OLD = Version(2, 1)
+
+
+def rounds(run: Run, number: int = 2) -> None:
+    asked = Retain((Version(5, 1),), ((1, 5),), None, ())
+    for _ in range(number):
+        collect(run, Keep(last=2), asked, run.latest_claim())
+
+
+def test_l7_what_a_fork_needs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L7: in rounds and for `rm`, also once the fork has gone further.  The fork itself deletes nothing of the other run."""
+    run = saved()
+    forks.begin(run.store, run.job.replace(name="fork"), Origin("run", OLD), {})
+    rounds(run)
+    assert [each.version.step for each in run.checkpoints.versions()] == [2, 4, 5], "the control: 1 and 3 are deleted"
+    monkeypatch.setattr("elastic.job.Job.keep", lambda self: Keep())
+    with pytest.raises(JobError, match="--step 2: run 'fork' goes on from there, so it stays"):
+        checkpoint_commands.rm(run.job, 2, force=True)
+    fork = Run.find(run.job.replace(name="fork"))
+    assert [each.version for each in fork.checkpoints.versions()] == [OLD] and fork.newest() == OLD
+    for step in (3, 4, 5):
+        version, line = Version(step, 2), ((1, 2), (2, step))
+        fork.commit(version, write(fork.checkpoints, version, STATE, 1), line, Layout())
+    claim = fork.claim("local")
+    for _ in range(2):
+        collect(fork, Keep(last=1), Retain((Version(5, 2),), ((1, 2), (2, 5)), None, ()), claim)
+    assert [each.version for each in fork.checkpoints.versions()] == [OLD, Version(5, 2)]
+    with pytest.raises(JobError, match="--step 2 is a checkpoint of run 'run', from which fork was forked"):
+        checkpoint_commands.rm(fork.job, 2, force=True)
+    with pytest.raises(ValueError, match="so fork does not delete it"):
+        fork.checkpoints.mark(OLD, "a mistake")
+    assert run.checkpoints.verify(OLD).good
+
+
+class Taking(Forwarding):
+    """Makes its calls only in its turns: ``turns`` says after how many calls it waits for the other one."""
+
+    def __init__(self, store: ObjectStore, calls: int, meanwhile: Callable[[], None]) -> None:
+        super().__init__(store)
+        self.calls, self.meanwhile = calls, meanwhile
+
+    def _tick(self) -> None:
+        self.calls -= 1
+        if self.calls == -1:
+            self.meanwhile()
+
+    def put_if_absent(self, key: str, data: object) -> None:
+        self._tick()
+        super().put_if_absent(key, data)  # type: ignore[arg-type]
+
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        self._tick()
+        return super().get(key, start, stop)
+
+    def list(self, prefix: str = "") -> list[str]:
+        self._tick()
+        return super().list(prefix)
+
+    def exists(self, key: str) -> bool:
+        self._tick()
+        return super().exists(key)
+
+    def delete(self, key: str) -> None:
+        self._tick()
+        super().delete(key)
+
+
+def by_command(run: Run) -> None:
+    """Deletes as `elastic checkpoint rm` does: one phase after the other."""
+    checkpoint_commands._delete(run, [OLD], "a test", run.latest_claim())
+
+
+def interleaved(first: int, then: int, delete: Callable[[Run], None] = rounds) -> tuple[bool, bool]:
+    """Deletes until call ``first``, forks until call ``then``, ends the deletion, and ends the fork.
+
+    Returns whether the fork began, and whether its checkpoint is whole.
+    """
+    run, began, at_rest, go = saved((2, 4, 5)), list[bool](), threading.Event(), threading.Event()
+
+    def pause() -> None:
+        at_rest.set()
+        assert go.wait(30)
+
+    def fork() -> None:
+        try:
+            forks.begin(Taking(run.store, then, pause), run.job.replace(name="fork"), Origin("run", OLD), {})
+            began.append(True)
+        except JobError:
+            began.append(False)
+        at_rest.set()
+
+    thread = threading.Thread(target=fork)
+
+    def meanwhile() -> None:
+        thread.start()
+        assert at_rest.wait(30)
+
+    deleting = Run(run.job, Taking(run.store, first, meanwhile))
+    delete(deleting)
+    go.set()
+    if thread.ident is None:
+        thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    return began == [True], Checkpoints(run.store, "run").verify(OLD).good
+
+
+@pytest.mark.parametrize(
+    ("firsts", "thens"),
+    [((0, *range(13, 18), 28, 29, 30), (0, 1, 2, 5, 6)), pytest.param(range(60), range(9), marks=pytest.mark.full)],
+    ids=("where they meet", "everywhere"),
+)
+def test_l7_a_fork_and_a_deletion_at_the_same_time(firsts: Iterable[int], thens: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """L7: wherever the two meet, a fork that began has its checkpoint; both ends occur.  Neither occurs always.
+
+    The controls lose the checkpoint of a fork that began: a deletion that does not look for references, one that looks for them only
+    before it marks, and a fork that does not look for the mark.
+    """
+    found = {interleaved(*schedule) for schedule in itertools.product(firsts, thens)}
+    assert found == {(True, True), (False, False), (False, True)}, "a fork that was refused may have saved the checkpoint for a round"
+    assert {interleaved(first, 60, by_command) for first in range(8)} == {(True, True), (False, False)}
+    with monkeypatch.context() as broken:
+        broken.setattr("elastic.retention.forks.references", lambda store, name: {})
+        assert interleaved(0, 6) == (True, False)
+    with monkeypatch.context() as broken:
+        broken.setattr("elastic.retention.remove", lambda run, versions, claim: [run.checkpoints.remove(each) for each in versions][:0])
+        assert (True, False) in {interleaved(first, 60, by_command) for first in range(8)}
+    look = forks._look
+    with monkeypatch.context() as broken:
+        broken.setattr(forks, "_look", lambda *where: None if (found := look(*where)) is None else found._replace(deleted=False))
+        assert (True, False) in {interleaved(first, then) for first in (28, 29, 30) for then in thens}
+
+
+def test_two_commands_do_not_begin_the_same_fork() -> None:
+    run = saved()
+    fork = run.job.replace(name="fork")
+    forks.begin(run.store, fork, Origin("run", OLD), {})
+    with pytest.raises(Exists):
+        forks.begin(run.store, fork, Origin("run", OLD), {})
+    assert Run.find(fork).newest() == OLD
+
+
+# ---- rollback and runs
+
+
+def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """G2: from step 12 on the rate is absurd; `--to auto` finds the last good checkpoint before it by itself, and the loss comes back.
+
+    The controls: before the divergence there is nothing to find, and without the roll-back the loss does not come back.
+    """
+    settings = {"steps": 12, "optim": {"lr": 3e-3}}
+    trained(job_of(tmp_path, **settings))
+    path = tmp_path / "job.toml"
+    path.write_text(to_toml(job_of(tmp_path, **settings)))
+    assert main(["rollback", str(path), "--to", "auto"]) == 1
+    assert "the losses of run do not diverge" in " ".join(capsys.readouterr().out.split())
+    absurd = {"steps": 20, "optim": {"lr": 30.0}}
+    trained(job_of(tmp_path, **absurd), branch=True)
+    run = Run.find(job_of(tmp_path))
+    losses = {int(row["step"]): row["loss"] for row in rows_of(run)}
+    assert min(losses[step] for step in range(15, 21)) > 2 * losses[12], "it diverged, and did not come back"
+    path.write_text(to_toml(job_of(tmp_path, **absurd)))
+    assert main(["rollback", str(path), "--to", "auto", "--lr-scale", "1e-4"]) == 0
+    out = capsys.readouterr().out
+    said = " ".join(out.split())
+    assert "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now" in said
+    assert "--optim.lr 0.003" in said
+    assert main(["train", str(path), "--local", "--optim.lr", "0.003"]) == 0
+    rows = {int(row["step"]): row for row in rows_of(run)}
+    assert sorted(rows) == [*range(1, 21)] and rows[20]["loss"] < rows[12]["loss"]
+    assert [(each["number"], each["step"]) for each in branches.every(run.store, "run")] == [(2, 12), (3, 12)]
+    assert {rows[step]["lr"] for step in rows} == {0.003}
+    capsys.readouterr()
+    assert main(["runs", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "run: step 20 of 20, Finished" in shown and "branch 3 from step 12: optim.lr = 30.0 → 0.003" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--to", "soon"], "--to = 'soon' must be a step, or 'auto'"),
+        (["--to", "3"], "no good checkpoint at step 3"),
+        (["--to", "2", "--lr-scale", "0"], "--lr-scale = 0 must be more than 0"),
+    ],
+    ids=str,
+)
+def test_a_roll_back_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    run = Run.open(job_of(tmp_path))
+    run.commit(Version(2, 1), write(run.checkpoints, Version(2, 1), STATE, 1), ((1, 2),), Layout())
+    run.claim("local")
+    path = tmp_path / "job.toml"
+    path.write_text(to_toml(run.job))
+    assert main(["rollback", str(path), *words]) == 1
+    assert says in " ".join(capsys.readouterr().out.split())
+    assert branches.every(run.store, "run") == []
+
+
+def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L5: branches below their run, forks and warm starts below the run that they come from, and what cannot be read says so."""
+    store, run = ObjectStore.open(str(tmp_path)), Run.open(job_of(tmp_path))
+    for step in (2, 4):
+        run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
+    branches.begin(store, job_of(tmp_path, steps=9), run.job, Version(4, 1), time.time() - 7200)
+    forks.begin(store, job_of(tmp_path, "fork"), Origin("run", Version(2, 1)), {})
+    forks.begin(store, job_of(tmp_path, "child"), Origin("fork", Version(2, 1)), {})
+    Run.open(job_of(tmp_path, "warm", init="run@4.1"))
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "job.json").write_text('{"job": {"steps": "many"}}')
+    said: list[str] = []
+    monkeypatch.setattr(branch_commands, "say", said.append)
+    assert main(["runs", str(tmp_path)]) == 0
+    assert [line for line in said if not line.startswith("odd")] == [
+        "run: step 4 of 9, not finished, 2 hours ago",
+        "  branch 2 from step 4: steps = 6 → 9",
+        "    child: step 2 of 6, not finished, from step 2 of generation 1 of run",
+        "    fork: step 2 of 6, not finished, from step 2 of generation 1 of run",
+        "    warm: step 0 of 6, not finished, with the weights of run@4.1",
+    ]
+    assert any(line.startswith("odd: cannot be read: ") for line in said)
+    assert main(["runs", str(tmp_path / "empty")]) == 1

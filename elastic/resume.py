@@ -86,6 +86,8 @@ def checkpoint(run: Run, which: str) -> Version:
     """
     if which == "best":
         return _best(run)
+    if which == "0" and run.checkpoints.inherited:
+        raise JobError(f"step 0: {run.job.name} was forked at step {min(run.checkpoints.inherited).step}, and has no steps before that")
     if which == LATEST or which.isdecimal():
         return Version(0, 0) if which == "0" else run.version_at(None if which == LATEST else int(which))
     return Origin.of(f"{run.job.name}@{which}").version

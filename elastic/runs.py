@@ -273,6 +273,12 @@ class Run:
             return RunState.begin(incarnation, now, tuple(good), manifest.lineage, max(generation, newest.generation), next_worker)
 
         found = state(self.checkpoints.recent(lambda recent: bool(state(recent).history.saved)))
+        if self.checkpoints.inherited and not found.history.saved:  # a fork has no beginning of its own
+            (version, origin) = next(iter(self.checkpoints.inherited.items()))
+            raise JobError(
+                f"{self.job.name!r} was forked from {version} of run {origin!r}, whose checkpoint is damaged or gone, and it has no good "
+                f"one of its own; fork again, under another name, from another step"
+            )
         if last is None:
             return found
         scores = {"validated": last.history.validated, "best": last.history.best}

@@ -362,6 +362,21 @@ def test_l7_a_fork_and_a_deletion_at_the_same_time(firsts: Iterable[int], thens:
         assert (True, False) in {interleaved(first, then) for first in (28, 29, 30) for then in thens}
 
 
+def test_a_fork_without_its_checkpoint_does_not_begin_anew() -> None:
+    """It would be a run from step 0 under the name of a fork.  The control: with a checkpoint of its own it goes on."""
+    run = saved()
+    job = run.job.replace(name="fork")
+    forks.begin(run.store, job, Origin("run", OLD), {})
+    with pytest.raises(JobError, match="step 0: fork was forked at step 2, and has no steps before that"):
+        resume.start_of(job, 0)
+    run.checkpoints.quarantine(OLD, "a test")
+    fork = Run.find(job)
+    with pytest.raises(JobError, match="'fork' was forked from step 2 of generation 1 of run 'run', whose checkpoint is damaged or gone"):
+        fork.newest()
+    fork.commit(Version(3, 2), write(fork.checkpoints, Version(3, 2), STATE, 1), ((1, 2), (2, 3)), Layout())
+    assert fork.newest() == Version(3, 2)
+
+
 def test_two_commands_do_not_begin_the_same_fork() -> None:
     run = saved()
     fork = run.job.replace(name="fork")

@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # the code and the folders that the job names are found from here
-
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
@@ -33,8 +31,9 @@ FOLLOWING = {"CPU": 0.01}
 """Resources of a trial: it only follows its run, whose workers take their own."""
 
 
-def trial(settings: dict[str, Any], file: Path, bucket: str) -> None:
+def trial(settings: dict[str, Any], file: Path, folder: Path, bucket: str) -> None:
     """Trains one run, and reports each validation to Tune.  A driver that Tune ends is missed soon, and then its run saves and stops."""
+    os.chdir(folder)  # from which the code and the data of the job are found; Tune has gone elsewhere
 
     def report(line: Line) -> None:
         if isinstance(line, Scored):
@@ -52,7 +51,7 @@ def search(file: Path, space: dict[str, Any], trials: int, at_once: int) -> tune
     job = Job.load(file)
     bucket = job.bucket if "://" in job.bucket else str(Path(job.bucket).absolute())
     tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(trial, file=file.absolute(), bucket=bucket), FOLLOWING),
+        tune.with_resources(tune.with_parameters(trial, file=file.absolute(), folder=Path.cwd(), bucket=bucket), FOLLOWING),
         param_space=space,
         tune_config=tune.TuneConfig(
             metric="loss",

@@ -107,6 +107,7 @@ OTHER: dict[str, Any] = {
     "watch.exploding": 9.0,
     "watch.stationary": 40,
     "watch.max_skipped": 3,
+    "watch.max_restarts": 5,
     "network.interface": "eth1",
     "deadlines.form_s": 1,
     "deadlines.fence_s": 1,

@@ -14,7 +14,7 @@ from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.runs import Run
-from storage.checkpoints import EXPORTED, Listed
+from storage.checkpoints import EXPORTED
 from storage.errors import Exists
 from storage.slices import Tensor, nbytes
 
@@ -31,18 +31,10 @@ def ls(job: Job) -> int:
         layout = "×".join(str(n) for n in each.manifest.about["layout"].values()) if each.manifest else ""
         size = f"{sum(file.size for file in files):,}"
         names = ", ".join(name for name in kept.get(version, ()) if name != "newest")
-        row = (str(version.step), str(version.generation), str(len(files)), size, layout, _state(each, newest))
+        row = (str(version.step), str(version.generation), str(len(files)), size, layout, retention.state_of(each, newest))
         table.add_row(*row, *([names] if ruled else []))
     console.print(table)
     return 0
-
-
-def _state(listed: Listed, newest: Version | None) -> str:
-    if listed.deleted:
-        return "being deleted"
-    if listed.damaged or listed.manifest is None:
-        return "damaged" if listed.damaged else "incomplete"
-    return "newest complete" if listed.version == newest else "complete"  # the digests are not checked here
 
 
 def show(job: Job, step: int | None) -> int:

@@ -114,6 +114,9 @@ def _add_run_commands(parsers: Any) -> None:
     replay.add_argument("--layers", action="store_true", help="show the norms of the gradients of layers, too, where they are recorded")
     metrics = _takes_job(parsers, "metrics", commands.metrics, "print the metrics of a run, one line of JSON for each step")
     metrics.add_argument("--csv", action="store_true", help="print them as CSV")
+    report = _takes_job(parsers, "report", commands.report, "write a page with plots of a run: loss, speed, incidents, checkpoints")
+    report.add_argument("--to", type=Path, metavar="FILE.html", help="the page (default: <name>-report.html in this folder)")
+    report.add_argument("--png", type=Path, metavar="FILE.png", help="a picture of the plots, too; needs matplotlib")
 
 
 def _add_faults(parsers: Any) -> None:

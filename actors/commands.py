@@ -230,6 +230,12 @@ def metrics(known: Namespace) -> int:
     return 0
 
 
+def report(known: Namespace) -> int:
+    from actors.report_command import report
+
+    return report(_job(known), known.to, known.png)
+
+
 def _journal_of(path: Path) -> list[Segment]:
     """Returns the segments in a file of a journal.  Raises :class:`JobError` for another file, and one that begins without a snapshot."""
     from storage import journal

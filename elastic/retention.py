@@ -59,6 +59,15 @@ def needed(run: Run) -> dict[Version, str]:
     return branched | {version: f"run {others[-1]!r}" for version, others in forks.references(store, name).items()}
 
 
+def state_of(listed: Listed, newest: Version | None) -> str:
+    """Returns the state of a checkpoint in a word or two, ``newest`` being the one from which the run goes on.  No digest is checked."""
+    if listed.deleted:
+        return "being deleted"
+    if listed.damaged or listed.manifest is None:
+        return "damaged" if listed.damaged else "incomplete"
+    return "newest complete" if listed.version == newest else "complete"
+
+
 def collect(run: Run, keep: Keep, asked: Retain, claim: int) -> Verdict:
     """Performs a round for the owner whose claim is ``claim``, and returns what it has done.  Raises :class:`Exists` for another claim."""
     found = judge(run, keep, asked, run.checkpoints.versions())

@@ -10,7 +10,7 @@ from storage.journal.journal import (
     owners,
 )
 from storage.journal.objects import Json, Segment, unpacked
-from storage.journal.reading import Newest, newest, parse, read, records, since
+from storage.journal.reading import Newest, newest, objects, parse, read, records, since
 
 __all__ = [
     "CONTINUATIONS",
@@ -23,6 +23,7 @@ __all__ = [
     "latest_claim",
     "newest",
     "newest_owner",
+    "objects",
     "owners",
     "parse",
     "read",

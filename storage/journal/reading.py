@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from storage.errors import Damaged
@@ -34,6 +34,13 @@ def since(store: ObjectStore, run: str, first: int) -> list[Segment]:
     if first == 0:  # also those of earlier releases, and the first one that is there
         return list(_objects(store, sorted(store.list(f"{run}/journal/"), key=first_of)))
     return list(_objects(store, _between(store, run, first, first_of(newest) + 1)))
+
+
+def objects(store: ObjectStore, run: str) -> Iterator[Segment]:
+    """Yields each object in the bucket, oldest first, as in :func:`since`, but holds only a few at a time and does not look for gaps."""
+    keys = sorted(store.list(f"{run}/journal/"), key=first_of)
+    for place in range(0, len(keys), READS):
+        yield from _objects(store, keys[place : place + READS])
 
 
 class Newest:

@@ -46,6 +46,8 @@ IMPORTS = {
         ("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")
     ),
     "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.report.page": Row(("elastic.report.*", "elastic.ids")),
+    "elastic.report.page.png": Row(("elastic.report.page.*",), ("matplotlib",)),
     "elastic.config": Row(
         ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.objects.urls"), ("pydantic",)
     ),

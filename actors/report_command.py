@@ -1,0 +1,116 @@
+"""The command ``elastic report``: reads a run in its bucket, and writes its page and its picture."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from actors.terminal import say
+from elastic import branches, retention
+from elastic.errors import JobError
+from elastic.job import Job
+from elastic.metrics import rows_of
+from elastic.plan.retention import Keep
+from elastic.report.page import page_of
+from elastic.report.page.model import Branch, Checkpoint, Facts
+from elastic.report.page.series import Columns
+from elastic.report.timeline import Timeline
+from elastic.runs import LOCAL, Run
+from storage import journal
+
+FIX = "pip install 'elastic-train[report]'"
+
+
+def report(job: Job, to: Path | None, png: Path | None) -> int:
+    """Writes the page of the run to ``to``, by default a file named after the run in this folder, and a picture to ``png``.
+
+    Raises :class:`JobError` if there is no such run, a file cannot be written, or the package that draws pictures is missing.
+    """
+    to = to or Path(f"{job.name}-report.html")
+    _check(to, "--to", (".html", ".htm"))
+    if png is not None:
+        _check(png, "--png", (".png",))
+        draw = _drawing()
+    from elastic.report.page.html import html_of
+
+    page = page_of(facts_of(Run.begun(job), job.keep(), time.time()))
+    _write(to, "--to", html_of(page).encode())
+    if png is not None:
+        _write(png, "--png", draw(page))
+    return 0
+
+
+def facts_of(run: Run, keep: Keep, now: float) -> Facts:
+    """Returns what the bucket holds of the run; ``keep`` has the rules that keep checkpoints."""
+    job, owner, end = run.job, run.owner(), run.end()
+    every = branches.every(run.store, job.name)
+    settings = branches.flat(json.loads(job.to_json()))
+    return Facts(
+        name=job.name,
+        steps=job.steps,
+        global_batch=job.global_batch if isinstance(job.global_batch, int) else 0,
+        settings={name: _text(value) for name, value in settings.items() if value not in (None, {}, [])},
+        columns=Columns(rows_of(run)),
+        timeline=Timeline().read(journal.objects(run.store, job.name)),
+        checkpoints=_checkpoints(run, keep),
+        branches=[_branch(each) for each in every],
+        end="" if end is None else type(end).__name__,
+        local=owner is not None and owner["address"] == LOCAL,
+        read_at=now,
+    )
+
+
+def _checkpoints(run: Run, keep: Keep) -> list[Checkpoint]:
+    listed, asked = run.checkpoints.versions(), retention.as_it_stands(run)
+    newest, kept = max(asked.saved, default=None), retention.judge(run, keep, asked, listed).kept
+    found = []
+    for each in listed:
+        files = each.manifest.files if each.manifest else ()
+        layout = "×".join(str(degree) for degree in each.manifest.layout.values()) if each.manifest else ""
+        state = retention.state_of(each, newest)
+        found.append(Checkpoint(each.version, sum(file.size for file in files), layout, state, kept.get(each.version, ())))
+    return found
+
+
+def _branch(about: dict[str, Any]) -> Branch:
+    changed = {name: (_text(before), _text(after)) for name, (before, after) in about["changed"].items()}
+    return Branch(int(about["number"]), int(about["step"]), float(about["at"]), changed)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _drawing() -> Callable[[Any], bytes]:
+    try:
+        from elastic.report.page.png import png_of
+    except ImportError as error:
+        raise JobError(f"--png needs the package {error.name}, which is not installed: {FIX}, or leave --png out") from None
+    return png_of
+
+
+def _check(path: Path, option: str, endings: tuple[str, ...]) -> None:
+    """Raises :class:`JobError`, before anything is read, unless a file can be written there."""
+    if path.suffix.lower() not in endings:
+        raise JobError(f"{option} = {str(path)!r} does not end in {endings[0]}; name a file, say report{endings[0]}")
+    if path.is_dir():
+        raise JobError(f"{option} = {str(path)!r} is a folder; name a file in it, say {str(path / ('report' + endings[0]))!r}")
+    if not path.parent.is_dir():
+        raise JobError(f"{option} = {str(path)!r}: there is no folder {str(path.parent)!r}; make it, or name another one")
+
+
+def _write(path: Path, option: str, content: bytes) -> None:
+    """Writes the file at once, so that whoever looks at an older page never sees half of a new one."""
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        aside.write_bytes(content)
+        aside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink()
+        raise JobError(f"{option} = {str(path)!r} cannot be written: {error.strerror}; name another file") from None
+    say(f"{path}: {len(content) / 1000:,.0f} kB")

@@ -1,0 +1,164 @@
+"""The page of a run as values: what it is made of, :class:`Facts`, and what it says, :class:`Page`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic.ids import Version
+from elastic.report.page.series import Bucket, Columns
+from elastic.report.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is in the bucket.  ``kept`` names the rules that keep it."""
+
+    version: Version
+    size: int
+    layout: str
+    state: str
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch after the first: the step from which it goes on, and what it changed, as (before, after) by setting."""
+
+    number: int
+    step: int
+    at: float
+    changed: Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that a page is made of."""
+
+    name: str
+    steps: int
+    """The number of steps that the run is asked for."""
+    global_batch: int
+    """The number of samples of a step; 0 if it is not a number."""
+    settings: Mapping[str, str]
+    columns: Columns
+    timeline: Timeline
+    checkpoints: Sequence[Checkpoint] = ()
+    branches: Sequence[Branch] = ()
+    end: str = ""
+    """The way in which the run ended, as the bucket says: Finished, Stopped or Failed; "" if it has not ended, or nobody knows."""
+    local: bool = False
+    """True if one process trained it last, with ``--local``."""
+    read_at: float = 0.0
+
+    @property
+    def reached(self) -> int:
+        """The newest step of which there is a row; 0 without any."""
+        last = self.columns.last("step")
+        return int(last) if math.isfinite(last) else 0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number that matters, with what it is and a remark."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a plot.  ``look`` is "raw", "main", "points" or "stairs"."""
+
+    name: str
+    look: str
+    points: Sequence[Bucket]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The moments at about ``x``: their number, and the texts of the first ones."""
+
+    x: float
+    count: int
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A row of marks below a plot."""
+
+    name: str
+    kind: str
+    marks: Sequence[Mark]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plot.  ``x_unit`` is "step", or "s" for seconds since the run began; ``log`` asks for a logarithmic axis."""
+
+    key: str
+    title: str
+    unit: str
+    x_unit: str
+    x_range: tuple[float, float]
+    lines: Sequence[Line]
+    lanes: Sequence[Lane] = ()
+    log: bool = False
+    from_zero: bool = False
+    wide: bool = True
+    told: str = ""
+    """The sentence that says in words what the plot shows."""
+
+    @property
+    def y_range(self) -> tuple[float, float]:
+        """The least and the greatest number of all lines, or 0 if that is asked for and the axis is not logarithmic.  It is never empty."""
+        low = min((each.low for line in self.lines for each in line.points), default=0.0)
+        high = max((each.high for line in self.lines for each in line.points), default=1.0)
+        if self.from_zero and not self.log:
+            low = min(low, 0.0)
+        room = 0.0 if high > low else abs(high) / 10 or 1.0
+        return low - room, high + room
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of the time."""
+
+    name: str
+    seconds: float
+    told: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.  ``numbers`` are the columns that hold numbers; ``folded`` tables are shown when they are asked for."""
+
+    key: str
+    title: str
+    told: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: frozenset[int] = frozenset()
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page: what it says first, then its parts, from top to bottom."""
+
+    name: str
+    lead: str
+    about: str
+    """The sentence with the times of the run and of the page."""
+    tiles: Sequence[Tile]
+    charts: Sequence[Chart]
+    shares: Sequence[Share]
+    shares_told: str
+    tables: Sequence[Table]
+    notes: Sequence[str] = field(default=())
+    error: str = ""
+    """The traceback that ended the run; "" without one."""

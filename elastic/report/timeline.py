@@ -1,0 +1,203 @@
+"""The timeline of a run: what happened and when, and in which state its time was spent, from the journal alone.
+
+The journal is read once, piece by piece, and only what a report shows is kept: a run of a month has a million records.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from elastic.control import codec
+from elastic.ids import Version
+from elastic.plan.layout import Layout
+from elastic.report.recoveries import Recovery, number, recoveries
+
+AWAY = "Away"
+"""The state in which the run is counted while no coordinator runs: it was stopped, it had failed, or its cluster was gone."""
+ENDED = ("Finished", "Stopped", "Failed")
+
+LOST, FORMED, COORDINATOR, SAVED, STARTED, BRANCH, SKIPPED = "lost", "formed", "coordinator", "saved", "started", "branch", "skipped"
+"""The kinds of moments.  The last two are not in the journal: the branches and the rows of metrics tell them."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Something that happened at the wall-clock time ``at``, when ``step`` was the newest committed step."""
+
+    at: float
+    step: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class World:
+    """One generation: its members, where its state came from, and how many committed steps it does again."""
+
+    members: int
+    layout: str
+    tier: str
+    step: int
+    before: int
+    """The number of members of the world before; 0 if there was none."""
+    again: int
+    first: bool
+    """True if it is the first world since the run was started, or started again."""
+    heal_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save: the time from the commit of its step until its manifest was in the bucket, and the workers that wrote it."""
+
+    took_s: float | None
+    workers: tuple[str, ...]
+
+
+@dataclass
+class Timeline:
+    """The moments, worlds, saves and states of a run.  It is filled by :meth:`read`, and empty without a journal."""
+
+    began_at: float | None = None
+    at: float = 0.0
+    """The time of the newest record."""
+    state: str = ""
+    """The state after the newest record."""
+    reason: str = ""
+    """The newest reason that a record gives."""
+    error: str = ""
+    """The traceback of the user's code that ended the run; "" if none did."""
+    reached: int = 0
+    """The newest committed step."""
+    life: int = 0
+    """The number of times that the run was started."""
+    moments: list[Moment] = field(default_factory=list)
+    worlds: dict[int, World] = field(default_factory=dict)
+    sizes: list[tuple[float, int]] = field(default_factory=list)
+    """The number of members from a time on; 0 while there is no world."""
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The seconds in each state, by its name."""
+    saves: dict[Version, Save] = field(default_factory=dict)
+    recoveries: list[Recovery] = field(default_factory=list)
+    committed_s: float = 0.0
+    """The measured time of all commits, those of steps that were done again among them."""
+    _incarnation: int = -1
+    """The newest coordinator; those that took over from others while the workers went on began no new life."""
+    _begun: dict[Version, float] = field(default_factory=dict)
+    _wrote: dict[Version, dict[str, None]] = field(default_factory=dict)
+
+    def read(self, segments: Iterable[codec.Segment]) -> Timeline:
+        """Reads the objects of a journal, oldest first, and returns itself.  An object without a snapshot continues the one before it."""
+        for _, records in groupby(self._noted(segments), lambda _: self.life):
+            self.recoveries += recoveries(records)
+        return self
+
+    def size_at(self, generation: int) -> int:
+        return self.worlds[generation].members if generation in self.worlds else 0
+
+    def _noted(self, segments: Iterable[codec.Segment]) -> Iterator[Mapping[str, Any]]:
+        """Yields each record after it was noted, so that the journal is read only once."""
+        for head, records in segments:
+            if "run" in head:
+                head, records = codec.modern(head, records)
+                if head["run"]["incarnation"] > self._incarnation and records:
+                    self._starts(records[0]["at"], head["run"]["state"]["$"])
+                self._incarnation = max(self._incarnation, head["run"]["incarnation"])
+            elif not self.life:
+                continue  # the snapshot that it continues is gone
+            for record in records:
+                self._note(record)
+                yield record
+
+    def _starts(self, at: float, state: str) -> None:
+        """Notes that a coordinator began that continues nothing but checkpoints."""
+        self.life += 1
+        if self.began_at is None:
+            self.began_at = self.at = at
+        else:
+            self._pass(at, AWAY)
+            self.moments.append(Moment(at, self.reached, STARTED, "the run was started again"))
+        self._resize(at, 0)
+        self.state = state
+
+    def _pass(self, at: float, state: str) -> None:
+        self.spent[state] += max(at - self.at, 0.0)
+        self.at = max(at, self.at)
+
+    def _resize(self, at: float, members: int) -> None:
+        if not self.sizes or self.sizes[-1][1] != members:
+            self.sizes.append((at, members))
+
+    def _note(self, record: Mapping[str, Any]) -> None:
+        at = record["at"]
+        self._pass(at, self.state)
+        for commit in record.get("commits", ()):
+            self._note_commit(at, commit)
+        for told in codec.parts_of(record["event"]):
+            self._note_event(record, told)
+        for action in record["actions"]:
+            self._note_action(at, action, record)
+        if record["state"] != self.state and record["state"] in ("Waiting", *ENDED):
+            self._resize(at, 0)
+        self.state, self.reason = record["state"], record["reason"] or self.reason
+        if self.state == "Failed":
+            state = record["changed"].get("state")
+            self.error = (state if isinstance(state, Mapping) else {}).get("job_error", "") or self.error
+
+    def _note_commit(self, at: float, commit: Mapping[str, Any]) -> None:
+        self.reached = max(self.reached, commit["step"])
+        self.committed_s += number(commit.get("usage", {}).get("step_s", 0.0))
+        if commit.get("saves"):
+            self._begun[Version(commit["step"], commit["generation"])] = at
+
+    def _note_event(self, record: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+        at, kind = record["at"], told["$"]
+        if kind == "Lost" and self.state not in (*ENDED, "Finishing"):
+            self._add(at, LOST, record["reason"] or f"{told['worker']} is lost ({told['reason']})")
+        elif kind == "KeeperLost" and told.get("with_its_node"):
+            self._add(at, LOST, record["reason"] or f"a node is lost ({told['reason']})")
+        elif kind == "Recovered":
+            self._incarnation = max(self._incarnation, told["incarnation"])
+            self._add(at, COORDINATOR, record["reason"] or "another coordinator took over")
+        elif kind == "Ready" and (world := self.worlds.get(told["generation"])) is not None:
+            self.worlds[told["generation"]] = replace(world, heal_bytes=world.heal_bytes + told.get("heal_bytes", 0))
+        elif kind == "ShardSaved":
+            self._wrote.setdefault(_version(told["version"]), {})[told["worker"]] = None
+        elif kind == "Saved":
+            version = _version(told["version"])
+            began, wrote = self._begun.pop(version, None), self._wrote.pop(version, {})
+            self.saves[version] = Save(None if began is None else at - began, tuple(wrote))
+            self.moments.append(Moment(at, version.step, SAVED, f"the checkpoint of step {version.step} is in the bucket"))
+
+    def _note_action(self, at: float, action: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        if action["$"] == "Form" and "plan" in action and action["plan"].get("generation") not in self.worlds:
+            plan = action["plan"]
+            step, before = plan["version"]["step"], next((each for _, each in reversed(self.sizes) if each), 0)
+            first = all(each.kind not in (FORMED,) for each in self._since_start())
+            layout = str(codec.decode(Layout, plan["layout"]))
+            again = max(self.reached - step, 0)
+            self.worlds[plan["generation"]] = World(len(plan["members"]), layout, plan["tier"], step, before, again, first)
+            self._add(at, FORMED, record["reason"] or f"generation {plan['generation']} is formed")
+            self.reached = step
+        elif action["$"] == "Go":
+            self._resize(at, self.size_at(action["generation"]))
+
+    def _since_start(self) -> list[Moment]:
+        """Returns the moments since the run was started last, newest first."""
+        found = list[Moment]()
+        for moment in reversed(self.moments):
+            if moment.kind == STARTED:
+                break
+            found.append(moment)
+        return found
+
+    def _add(self, at: float, kind: str, text: str) -> None:
+        self.moments.append(Moment(at, self.reached, kind, text))
+
+
+def _version(version: Mapping[str, Any]) -> Version:
+    return Version(version["step"], version["generation"])

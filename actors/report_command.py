@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +23,9 @@ from elastic.report.timeline import Timeline
 from elastic.runs import LOCAL, Run
 from storage import journal
 
+SECRET = re.compile(r"^metrics\.sinks\.|(^|[._-])(key|token|secret|password|credentials?)$", re.IGNORECASE)
+"""The names of settings whose values may be secrets; a page is handed around."""
+HIDDEN = "(not shown)"
 FIX = "pip install 'elastic-train[report]'"
 
 
@@ -48,12 +52,12 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
     """Returns what the bucket holds of the run; ``keep`` has the rules that keep checkpoints."""
     job, owner, end = run.job, run.owner(), run.end()
     every = branches.every(run.store, job.name)
-    settings = branches.flat(json.loads(job.to_json()))
+    settings = branches.flat(branches.stored(run.store, job.name) or {})
     return Facts(
         name=job.name,
         steps=job.steps,
         global_batch=job.global_batch if isinstance(job.global_batch, int) else 0,
-        settings={name: _text(value) for name, value in settings.items() if value not in (None, {}, [])},
+        settings={name: HIDDEN if SECRET.search(name) else _text(value) for name, value in settings.items()},
         columns=Columns(rows_of(run)),
         timeline=Timeline().read(journal.objects(run.store, job.name)),
         checkpoints=_checkpoints(run, keep),
@@ -77,7 +81,7 @@ def _checkpoints(run: Run, keep: Keep) -> list[Checkpoint]:
 
 
 def _branch(about: dict[str, Any]) -> Branch:
-    changed = {name: (_text(before), _text(after)) for name, (before, after) in about["changed"].items()}
+    changed = {name: (_text(before), _text(after)) for name, (before, after) in about["changed"].items() if not SECRET.search(name)}
     return Branch(int(about["number"]), int(about["step"]), float(about["at"]), changed)
 
 

@@ -87,6 +87,8 @@ class Timeline:
     """The measured time of all commits, those of steps that were done again among them."""
     _incarnation: int = -1
     """The newest coordinator; those that took over from others while the workers went on began no new life."""
+    _formed: bool = False
+    """True once there was a world since the run was started."""
     _begun: dict[Version, float] = field(default_factory=dict)
     _wrote: dict[Version, dict[str, None]] = field(default_factory=dict)
 
@@ -105,7 +107,7 @@ class Timeline:
             if "run" in head:
                 head, records = codec.modern(head, records)
                 if head["run"]["incarnation"] > self._incarnation and records:
-                    self._starts(records[0]["at"], head["run"]["state"]["$"])
+                    self._starts(records[0]["at"], head["run"]["state"])
                 self._incarnation = max(self._incarnation, head["run"]["incarnation"])
             elif not self.life:
                 continue  # the snapshot that it continues is gone
@@ -113,16 +115,17 @@ class Timeline:
                 self._note(record)
                 yield record
 
-    def _starts(self, at: float, state: str) -> None:
-        """Notes that a coordinator began that continues nothing but checkpoints."""
+    def _starts(self, at: float, state: Mapping[str, Any]) -> None:
+        """Notes that a coordinator began that continues nothing but checkpoints, or where a journal begins whose oldest part is gone."""
         self.life += 1
         if self.began_at is None:
             self.began_at = self.at = at
         else:
             self._pass(at, AWAY)
             self.moments.append(Moment(at, self.reached, STARTED, "the run was started again"))
-        self._resize(at, 0)
-        self.state = state
+        members = len(state["plan"]["members"]) if state.get("plan") else 0
+        self._resize(at, members)
+        self.state, self._formed = state["$"], members > 0
 
     def _pass(self, at: float, state: str) -> None:
         self.spent[state] += max(at - self.at, 0.0)
@@ -177,23 +180,13 @@ class Timeline:
         if action["$"] == "Form" and "plan" in action and action["plan"].get("generation") not in self.worlds:
             plan = action["plan"]
             step, before = plan["version"]["step"], next((each for _, each in reversed(self.sizes) if each), 0)
-            first = all(each.kind not in (FORMED,) for each in self._since_start())
             layout = str(codec.decode(Layout, plan["layout"]))
             again = max(self.reached - step, 0)
-            self.worlds[plan["generation"]] = World(len(plan["members"]), layout, plan["tier"], step, before, again, first)
+            self.worlds[plan["generation"]] = World(len(plan["members"]), layout, plan["tier"], step, before, again, not self._formed)
             self._add(at, FORMED, record["reason"] or f"generation {plan['generation']} is formed")
-            self.reached = step
+            self.reached, self._formed = step, True
         elif action["$"] == "Go":
             self._resize(at, self.size_at(action["generation"]))
-
-    def _since_start(self) -> list[Moment]:
-        """Returns the moments since the run was started last, newest first."""
-        found = list[Moment]()
-        for moment in reversed(self.moments):
-            if moment.kind == STARTED:
-                break
-            found.append(moment)
-        return found
 
     def _add(self, at: float, kind: str, text: str) -> None:
         self.moments.append(Moment(at, self.reached, kind, text))

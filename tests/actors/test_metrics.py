@@ -13,6 +13,7 @@ from actors.cli import main
 from tests.actors.test_failover import STEPS, Killer, job_of, running
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.job_file import to_toml
+from tests.support.report_page import read_page
 from tests.support.sinks import rows_in
 
 
@@ -46,4 +47,21 @@ def test_l2_each_step_once_although_coordinator_and_worker_are_killed(tmp_path: 
     capsys.readouterr()
     assert main(["metrics", str(file)]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [row | {"final": 1} for row in rows]
+    check_report(file, tmp_path / "page.html", rows, chaos.lines)
     assert_nothing_left(chaos)
+
+
+def check_report(job: Path, to: Path, rows: list[dict[str, Any]], shown: list[Any]) -> None:
+    """Fails unless the page has the losses of ``rows``, an incident for the killed worker, and the coordinator's death, once each."""
+    assert main(["report", str(job), "--to", str(to)]) == 0
+    page = read_page(to.read_text(encoding="utf-8"))
+    assert [point[3] for point in page.points("loss", 0)] == pytest.approx([row["loss"] for row in rows], rel=1e-5)
+    incidents = [row for row in page.tables["incidents"][1:] if row[1] == "incident"]
+    assert page.tiles["Incidents"] == str(len(incidents)) and any("is lost" in row[2] for row in incidents)
+    again = sum(int(row[5]) for row in page.tables["incidents"][1:])
+    assert again > 0, "only the victim had its shard"
+    lanes = {lane["name"]: sum(mark[1] for mark in lane["marks"]) for lane in page.data["loss"]["lanes"]}
+    assert lanes["World formed"] >= 2 and lanes["Worker, node or coordinator lost"] >= 2
+    assert "Started again, branch" not in lanes, "a coordinator that takes over starts nothing again"
+    saved = {line.text.partition(" is in the bucket")[0] for line in shown if " is in the bucket" in getattr(line, "text", "")}
+    assert lanes["Checkpoint"] >= len(saved) > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 from elastic.report.page.look import SCRIPT, STYLE
@@ -18,6 +19,8 @@ from elastic.report.page.words import duration, percent, shown
 
 WIDTH, HEIGHT = 1000.0, 300.0
 """The size of a plot in units of its SVG."""
+UNSOUND = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Matches what HTML cannot hold: control characters but tab and newline, and halves of characters."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """The browser loads nothing from anywhere, even if a text of the run should try."""
 TALL = {"loss": "tall", "world": "low"}
@@ -28,11 +31,8 @@ class Html(str):
 
 
 def text(value: str) -> Html:
-    """Returns the text as HTML.  Control characters, which HTML cannot hold, and halves of characters become U+FFFD."""
-    sound = "".join(
-        each if each in "\n\t" or (each >= " " and not "\x7f" <= each <= "\x9f" and not "\ud800" <= each <= "\udfff") else "�"
-        for each in value
-    )
+    """Returns the text as HTML.  What HTML cannot hold becomes U+FFFD."""
+    sound = UNSOUND.sub("�", value)
     return Html(html.escape(sound, quote=True))
 
 

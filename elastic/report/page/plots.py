@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from elastic.report.page.model import Chart, Facts, Lane, Line, Mark
 from elastic.report.page.series import Bucket, Columns, buckets, sampled, smoothed
@@ -13,7 +14,7 @@ from elastic.report.timeline import BRANCH, COORDINATOR, ENDED, FORMED, LOST, SA
 
 MARKS = 240
 """Largest number of marks of a lane; moments closer together share one."""
-TOLD = 4
+TOLD = 2
 """Largest number of moments whose texts a mark tells."""
 AVERAGED, MOST_AVERAGED = 50, 500
 """A smooth line averages over one of so many parts of the steps, and over no more steps than the second number."""
@@ -26,7 +27,9 @@ def _moments(facts: Facts) -> list[Moment]:
         if skipped == 1:
             found.append(Moment(at, int(step), SKIPPED, f"step {int(step)} was skipped: its gradient was not finite"))
     for branch in facts.branches:
-        text = "; ".join(f"{name} = {before} before and {after} now" for name, (before, after) in branch.changed.items())
+        text = "; ".join(
+            f"{name} = {clipped(before)} before and {clipped(after)} now" for name, (before, after) in islice(branch.changed.items(), TOLD)
+        )
         found.append(Moment(branch.at, branch.step, BRANCH, f"branch {branch.number} begins: {text}"))
     saved = facts.timeline.saves
     for each in facts.checkpoints:

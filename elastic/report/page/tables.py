@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from elastic.report.page.model import Branch, Facts, Table
 from elastic.report.page.spent import PHASES, phases_of
@@ -85,16 +86,18 @@ def _checkpoints(facts: Facts) -> Table:
 
 
 def _branches(branches: Sequence[Branch]) -> list[Table]:
+    changes = ((each, name, pair) for each in reversed(branches) for name, pair in each.changed.items())
     rows = [
-        [str(each.number), f"{each.step:,}", when(each.at), name, clipped(before), clipped(after)]
-        for each in branches[-ROWS:][::-1]
-        for name, (before, after) in each.changed.items()
+        [str(each.number), f"{each.step:,}", when(each.at), clipped(name), clipped(before), clipped(after)]
+        for each, name, (before, after) in islice(changes, ROWS)
     ]
     head = ("Branch", "From step", "Time (UTC)", "Setting", "Before", "After")
     told = "From some step on the run has other settings: what each branch changed, newest first."
-    return [Table("branches", "Branches", told, head, rows[:ROWS], frozenset({0, 1}))]
+    return [Table("branches", "Branches", told, head, rows, frozenset({0, 1}))]
 
 
 def _settings(facts: Facts) -> Table:
     rows = [[clipped(name), clipped(value)] for name, value in list(facts.settings.items())[: 3 * ROWS]]
-    return Table("settings", "Settings", "The settings of the newest branch.", ("Setting", "Value"), rows, folded=True)
+    return Table(
+        "settings", "Settings", "The settings of the newest branch, as they were when it began.", ("Setting", "Value"), rows, folded=True
+    )

@@ -17,7 +17,7 @@ MARKS = 240
 TOLD = 2
 """Largest number of moments whose texts a mark tells."""
 AVERAGED, MOST_AVERAGED = 50, 500
-"""A smooth line averages over one of so many parts of the steps, and over no more steps than the second number."""
+"""A smooth line averages over one of so many parts of the steps, over no more than the second number, and over 10 of a short run."""
 
 
 def _moments(facts: Facts) -> list[Moment]:
@@ -122,7 +122,7 @@ def charts_of(facts: Facts) -> list[Chart]:
 
 def _averaged(xs: Sequence[float], ys: Sequence[float], what: str = "each step") -> list[Line]:
     """Returns the line of all numbers, and that of their average."""
-    span = max(3, min(len(ys) // AVERAGED, MOST_AVERAGED))
+    span = max(3, min(len(ys) // 5, 10), min(len(ys) // AVERAGED, MOST_AVERAGED))
     return [Line(what, "raw", buckets(xs, ys)), Line(f"average of {span:,} steps", "main", sampled(xs, smoothed(ys, span)))]
 
 

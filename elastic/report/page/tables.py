@@ -78,7 +78,7 @@ def _checkpoints(facts: Facts) -> Table:
         ]
         rows.append([f"{each.version.step:,}", str(each.version.generation), *about])
     saved, deleted = len(facts.timeline.saves), len(facts.timeline.saves.keys() - {each.version for each in facts.checkpoints})
-    gone = f" {counted(saved, 'save')} reached the bucket; {counted(deleted, 'checkpoint')} of them were deleted since." if deleted else ""
+    gone = f" {counted(saved, 'save')} reached the bucket; {deleted:,} of their checkpoints deleted since." if deleted else ""
     cut = f" The newest {ROWS} of {len(ordered):,} are shown." if len(ordered) > ROWS else ""
     told = f"The checkpoints in the bucket, newest first.  A save took the time from the commit of its step to its manifest.{gone}{cut}"
     head = ("Step", "Generation", "Size", "Took (s)", "Layout", "Written by", "State", "Kept because")

@@ -230,9 +230,9 @@ def test_l2_a_branch_is_shown_with_what_it_changed(tmp_path: Path) -> None:
     assert any(lane["name"].endswith("branch") and lane["marks"][0][0] == 4 for lane in page.data["loss"]["lanes"])
 
 
-def long_run(steps: int, incidents: int) -> Facts:
-    """Returns a run that nobody ever trained: ``steps`` steps with one spike, ``incidents`` incidents, and hostile texts everywhere."""
-    told = Timeline(began_at=1e9, at=1e9 + steps, state="Failed", reason=HOSTILE, error=HOSTILE * 1000, reached=steps, life=1)
+def long_run(steps: int, incidents: int, text: str = HOSTILE) -> Facts:
+    """Returns a run that nobody ever trained: ``steps`` steps with one spike, ``incidents`` incidents, and ``text`` everywhere."""
+    told = Timeline(began_at=1e9, at=1e9 + steps, state="Failed", reason=text, error=text * 1000, reached=steps, life=1)
     spike = steps * 2 // 3
     rows = []
     for step in range(1, steps + 1):
@@ -243,15 +243,15 @@ def long_run(steps: int, incidents: int) -> Facts:
         )
     for number in range(incidents):
         step, at = steps * number // incidents, 1e9 + steps * number / incidents
-        told.moments += [Moment(at, step, LOST, HOSTILE), Moment(at, step, FORMED, HOSTILE)]
-        told.worlds[number] = World(8, HOSTILE, HOSTILE, step, 7, 0, False)
+        told.moments += [Moment(at, step, LOST, text), Moment(at, step, FORMED, text)]
+        told.worlds[number] = World(8, text, text, step, 7, 0, False)
         told.sizes += [(at, 7), (at + 0.5, 8)]
-        told.recoveries.append(Recovery(number, HOSTILE, False, at, 0.1, 0.1, 0.1, 0.1, 0.0, 0.1, at + 0.5))
-    kept = [Checkpoint(Version(step, 1), 10**9, HOSTILE, HOSTILE, ("best",)) for step in range(incidents)]
-    told.saves = {each.version: Save(1.0, (HOSTILE,) * 20) for each in kept}
-    branch = Branch(2, 1, 1e9, {f"{number} {HOSTILE}": (HOSTILE, HOSTILE * 100) for number in range(incidents)})
-    settings = {f"{number} {HOSTILE}": HOSTILE for number in range(1000)}
-    return Facts(HOSTILE, steps, 8, settings, Columns(rows), told, kept, [branch] * 20, "Failed")
+        told.recoveries.append(Recovery(number, text, False, at, 0.1, 0.1, 0.1, 0.1, 0.0, 0.1, at + 0.5))
+    kept = [Checkpoint(Version(step, 1), 10**9, text, text, ("best",)) for step in range(incidents)]
+    told.saves = {each.version: Save(1.0, (text,) * 20) for each in kept}
+    branch = Branch(2, 1, 1e9, {f"{number} {text}": (text, text * 100) for number in range(incidents)})
+    settings = {f"{number} {text}": text for number in range(1000)}
+    return Facts(text, steps, 8, settings, Columns(rows), told, kept, [branch] * 20, "Failed")
 
 
 def test_l2_the_page_of_a_long_run_is_small_and_its_spikes_are_seen() -> None:
@@ -271,8 +271,7 @@ def test_l2_the_page_of_a_long_run_is_small_and_its_spikes_are_seen() -> None:
 @pytest.mark.full
 def test_l2_the_page_of_a_month_is_below_a_megabyte() -> None:
     """L2: 100,000 steps and 200 incidents, with texts as they are."""
-    facts = long_run(100_000, 200)
-    facts.timeline.error = ""
+    facts = long_run(100_000, 200, "w17 is lost (its process died): stop generation 16 of 64 workers; start w80: 63 workers of at most 64")
     assert len(html_of(page_of(facts)).encode()) < 1e6
 
 

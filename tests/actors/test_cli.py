@@ -136,8 +136,8 @@ def test_a_cluster_that_does_not_start_is_said_in_a_sentence(tmp_path: Path) -> 
 
 
 OF_A_RUN = (
-    *(["status", "--once"], ["attach"], ["stop"], ["logs"], ["replay"], ["replay", "--check"], ["metrics"], ["chaos"]),
-    *(["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export", "--to", "there"]),
+    *(["status", "--once"], ["attach"], ["stop"], ["logs"], ["replay"], ["replay", "--check"], ["metrics"], ["report"]),
+    *(["chaos"], ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export", "--to", "there"]),
 )
 
 
@@ -256,7 +256,10 @@ def test_settings_prints_the_page_of_the_guide(capsys: Shown) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "train", "settings", "status", "attach", "stop", "clean", "logs", "replay", "metrics", "chaos", "simulate", "data", "checkpoint"],
+    [
+        *("", "train", "settings", "status", "attach", "stop", "clean", "logs", "replay", "metrics", "report"),
+        *("chaos", "simulate", "data", "checkpoint"),
+    ],
 )
 def test_every_command_has_help(command: str, capsys: Shown) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -267,7 +270,7 @@ def test_every_command_has_help(command: str, capsys: Shown) -> None:
 def test_who_looks_at_a_run_does_not_begin_it(tmp_path: Path) -> None:
     """A folder that is looked at, or a job that cannot start, may be another job's afterwards."""
     job = written(tmp_path)
-    for command in ("status", "stop", "attach", "clean", "logs", "replay", "chaos"):
+    for command in ("status", "stop", "attach", "clean", "logs", "replay", "report", "chaos"):
         main([command, job])
     for command in (["ls", job], ["verify", job], ["export", job, "--to", str(tmp_path / "out")]):
         main(["checkpoint", *command])

@@ -7,7 +7,7 @@ from itertools import islice
 
 from elastic.report.page.model import Branch, Facts, Table
 from elastic.report.page.spent import PHASES, phases_of
-from elastic.report.page.words import clipped, counted, size_text, when
+from elastic.report.page.words import clipped, size_text, when
 from elastic.report.timeline import Timeline
 
 ROWS = 200
@@ -78,7 +78,7 @@ def _checkpoints(facts: Facts) -> Table:
         ]
         rows.append([f"{each.version.step:,}", str(each.version.generation), *about])
     saved, deleted = len(facts.timeline.saves), len(facts.timeline.saves.keys() - {each.version for each in facts.checkpoints})
-    gone = f" {counted(saved, 'save')} reached the bucket; {deleted:,} of their checkpoints deleted since." if deleted else ""
+    gone = f"  Saves that reached the bucket: {saved:,}.  Deleted since: {deleted:,}." if deleted else ""
     cut = f" The newest {ROWS} of {len(ordered):,} are shown." if len(ordered) > ROWS else ""
     told = f"The checkpoints in the bucket, newest first.  A save took the time from the commit of its step to its manifest.{gone}{cut}"
     head = ("Step", "Generation", "Size", "Took (s)", "Layout", "Written by", "State", "Kept because")

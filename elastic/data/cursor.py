@@ -11,13 +11,17 @@ The samples of a step may be put in order of their lengths, the longest first, b
 has samples of like length, and so have the microbatches that the data ranks run at the same time.  No other order of the step has less
 padding, or less waiting of ranks for each other in each round, whatever their number: a sum of maxima over groups of one size is least if
 the groups are cut from the sorted list.
+
+Samples may be avoided from some step on.  Then another sample, drawn by a hash of the position, stands at each of their positions, and all
+other positions stay as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from elastic.plan.ramp import Batches
@@ -52,6 +56,12 @@ class Cursor:
             raise ValueError(f"sampling = {sampling!r} must be one of {', '.join(SAMPLINGS)}")
         self.samples, self.seed, self.sampling, self.lengths = samples, seed, sampling, lengths
         self._by_length = lru_cache(maxsize=SORTED)(self._sorted)
+        self.avoided: Mapping[int, int] = {}
+
+    def avoid(self, samples: Mapping[int, int]) -> None:
+        """Replaces each of ``samples`` by another one, from the step on that it is given with.  At least one sample must be left."""
+        self.avoided = dict(samples)
+        self._by_length.cache_clear()
 
     def ids(self, step: int) -> tuple[int, ...]:
         """Returns the sample ids of ``step`` (from 1), in order.  A step that reaches the end of an epoch continues with the next one."""
@@ -71,7 +81,14 @@ class Cursor:
     def _drawn(self, step: int, first: int, count: int) -> tuple[int, ...]:
         """Returns so many sample ids of ``step`` in the order in which they are drawn."""
         begin = self.batches.before(step) + first
-        return tuple(self.at(position) for position in range(begin, begin + count))
+        return tuple(self._sound(step, position, self.at(position)) for position in range(begin, begin + count))
+
+    def _sound(self, step: int, position: int, sample: int) -> int:
+        """Returns ``sample``, or if it is avoided, the first one that is not of those that are drawn for its position."""
+        attempts = itertools.count()
+        while step >= self.avoided.get(sample, step + 1):
+            sample = _hash(_key(self.seed, "instead", position), 0, next(attempts)) % self.samples
+        return sample
 
     def _sorted(self, step: int) -> tuple[int, ...]:
         """Returns the sample ids of ``step``, the longest first, and those of one length as they are drawn."""

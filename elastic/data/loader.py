@@ -109,6 +109,12 @@ class Loader:
         self._unread = self._work(self._next)
         self._top_up()
 
+    def avoid(self, samples: Mapping[int, int]) -> None:
+        """Reads none of ``samples`` from the step on that each is given with, and drops what was read ahead if these are others."""
+        if samples != self.cursor.avoided:
+            self.cursor.avoid(samples)
+            self._next = None
+
     def read(self, ids: Ids) -> Batch:
         """Reads the samples ``ids`` at once."""
         return self._await(self._reader.submit(self._read, ids) if self._reader else None, ids)

@@ -133,3 +133,29 @@ def test_with_replacement_draws_evenly_and_repeats() -> None:
 def test_bad_settings_are_refused(settings: dict[str, int], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Cursor(**settings)  # type: ignore[arg-type]
+
+
+@given(st.integers(2, 60), st.integers(1, 30), st.sampled_from(SAMPLINGS), st.data())
+def test_avoided_samples_are_replaced_from_their_step_on_and_nothing_else_moves(
+    samples: int, batch: int, sampling: str, data: st.DataObject
+) -> None:
+    """The control is a cursor that avoids nothing: it reads every other position alike, and the avoided samples too."""
+    avoided = data.draw(st.dictionaries(st.integers(0, samples - 1), st.integers(1, 12), min_size=1, max_size=samples - 1))
+    plain, cursor = (Cursor(samples, batch, 3, sampling) for _ in range(2))
+    cursor.avoid(avoided)
+    for step in range(1, 15):
+        for before, after in zip(plain.ids(step), cursor.ids(step), strict=True):
+            if step >= avoided.get(before, 99):
+                assert step < avoided.get(after, 99) and 0 <= after < samples
+            else:
+                assert after == before
+        assert cursor.ids(step) == cursor.microbatch_ids(step, 0, batch), "asked again, it says the same"
+
+
+def test_replacements_differ_by_position_and_are_sorted_by_length_like_others() -> None:
+    cursor = Cursor(100, 50, 0, lengths=lambda ids: [each % 7 for each in ids])
+    before = cursor.ids(1)
+    cursor.avoid(dict.fromkeys(before[:10], 1))
+    after = cursor.ids(1)
+    assert not set(before[:10]) & set(after) and [each % 7 for each in after] == sorted((each % 7 for each in after), reverse=True)
+    assert len(set(after) - set(before)) > 1

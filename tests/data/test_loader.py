@@ -133,6 +133,21 @@ def test_it_reads_so_many_microbatches_ahead_and_no_more(prefetch: int) -> None:
     assert dataset.reads == [*in_order[: 2 + prefetch], (999,)]
 
 
+def test_samples_that_are_avoided_are_not_used_although_they_were_read_ahead() -> None:
+    """The control: without a word, the samples that were read ahead are used, and nothing is read twice."""
+    for avoids in (True, False):
+        dataset = Numbers()
+        with loading(dataset, cursor(), prefetch=6) as loader:
+            rounds = [*loader.microbatches(1, 0, deal(loader, 1))]
+            dataset.wait_for(12)
+            ahead, used = cursor().ids(2), loader.cursor.ids(1)
+            loader.avoid({ahead[3]: 2, used[0]: 2} if avoids else {})
+            rounds = [*loader.microbatches(2, 0, deal(loader, 1))]
+        seen = [sample for _, _, ids, _ in rounds for sample in ids]
+        assert [sample for _, _, _, batch in rounds for sample in plain(batch)["tokens"]] == seen
+        assert [place for place, (a, b) in enumerate(zip(seen, ahead, strict=True)) if a != b] == ([3] if avoids else [])
+
+
 def test_nothing_is_read_twice_when_steps_follow_each_other() -> None:
     dataset, where = Numbers(), cursor()
     with loading(dataset, where) as loader:

@@ -76,7 +76,7 @@ class Absent:
         how = "" if end is None else f"; it ended as {type(end).__name__}"
         why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""
         known = run.standing(0, 0.0)
-        newest, skipped = max(known.history.saved, default="none"), f"; {known.skips.summary}" if known.skips.total else ""
+        newest, skipped = max(known.history.saved, default="none"), f"; {told}" if (told := known.skips.summary) else ""
         return cls(f"{job.name} is not running{unless}; newest good checkpoint: {newest}{how}{why}{skipped}", over, end)
 
 

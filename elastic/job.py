@@ -34,6 +34,7 @@ from elastic.config.sections import (
     Part,
     Reduction,
     Schedule,
+    Spikes,
     Validation,
     Watch,
     Workers,
@@ -167,6 +168,7 @@ class Job(Part):
     batch_ramp: BatchRamp = BatchRamp()
     parallel: Parallel = Parallel()
     reduction: Reduction = Reduction()
+    spikes: Spikes = Spikes()
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     copies: Copies = Copies()
@@ -392,6 +394,7 @@ _LATER: dict[str, dict[str, Any]] = {
     "schedule": {"decay_steps": 0},
     "batch_ramp": {"start": 0, "increment": 0, "samples": 0},
     "reduction": {"block": 1, "wire": "fp32"},
+    "spikes": {"action": "none", "z": 6.0, "window": 128},
 }
 """The settings that came after the first release, by section, each with the value that stands for the behaviour before.
 

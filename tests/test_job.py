@@ -25,6 +25,7 @@ from elastic.config.sections import (
     Parallel,
     Reduction,
     Schedule,
+    Spikes,
     Validation,
     Watch,
     Workers,
@@ -453,6 +454,7 @@ TRAJECTORY = {
     "batch_ramp": BatchRamp(start=4, increment=4, samples=100),
     "numerics": 1,
     "reduction": Reduction(block=2),
+    "spikes": Spikes(action="skip"),
 }
 
 

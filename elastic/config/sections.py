@@ -264,6 +264,24 @@ class Watch(Part):
     """
 
 
+class Spikes(Part):
+    """Steps whose loss or gradient norm is far above those of the steps before, as a corrupt document causes them, and what is done then.
+
+    The score is the distance from the median, in robust standard deviations: 1.4826 × the median absolute deviation, at least 1% of the
+    median.  That of a norm is of its logarithm.
+    """
+
+    action: Branch[Literal["none", "warn", "skip", "quarantine"]] = "none"
+    """``warn`` only says which steps are spikes.  ``skip`` also leaves their update out, on all workers.  ``quarantine`` also reads the
+    samples of the microbatches that cause one never again, nor those of a microbatch whose loss is not finite; other samples take their
+    places.  At most 10,000 samples, and half of the data, may be in quarantine.  ``none`` forgets it.
+    """
+    z: Branch[Annotated[Number, Field(gt=0)]] = 6.0
+    """Score above which a step is a spike."""
+    window: Branch[Annotated[Whole, Field(ge=8)]] = 128
+    """Number of steps with which a step is compared, those before it that were not skipped.  Until there are as many, none is a spike."""
+
+
 class Network(Part):
     """The network between the workers."""
 

@@ -46,7 +46,7 @@ MICROBATCHES, PACKED = ("losses", "counts", "samples"), "packed"
 LAYERS = "layers"
 """The field of a commit with an entry for each layer.  It is packed, too, and left out where it is empty, as in most commits."""
 
-SELDOM = ("validated", "rescales")
+SELDOM = ("validated", "rescales", "spike", "quarantined")
 """Fields of a commit that are left out where they say nothing."""
 
 Json = Any

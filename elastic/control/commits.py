@@ -106,6 +106,7 @@ def _watch(decision: Decision, outcome: Outcome) -> None:
     skips, said = note(decision.run.skips, outcome, rules.watch, ends=outcome.step >= rules.target_step)
     if skips is not decision.run.skips:
         decision.know(skips=skips, stop=decision.run.stop or (skips.failed and "too many steps in a row were skipped"))
+    if said:
         decision.say(said)
     health, warnings = judge(decision.run.health, outcome, rules.watch)
     if health is not decision.run.health:

@@ -1,4 +1,5 @@
-"""Skipped steps: their gradient is not finite, so no member changes weights or moments, and training goes on with the next samples.
+"""Skipped steps: their gradient is not finite, or they are spikes, so no member changes weights or moments; training goes on with the next
+samples.  Beside them stand the samples that are in quarantine because of such steps.
 
 Which steps were skipped is a value, :class:`Skips`, and each commit that tells of one replaces it.  So a coordinator that takes over, and a
 run that is resumed, go on where the last one was.  Steps that are given up are taken out again, and count anew when they are computed anew.
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from elastic.control.rules import WatchRule
-from elastic.protocol.commit_record import Outcome
+from elastic.protocol.commit_record import Outcome, Spike
 
 KEPT = 32
 """Number of stretches of skipped steps that are kept, the newest; of those before, only the number of steps is."""
@@ -30,6 +31,13 @@ class Skips:
     """The first and the last step of each stretch of steps in a row, oldest first."""
     earlier: int = 0
     """The number of steps in stretches that are not kept any more."""
+    spikes: tuple[int, ...] = ()
+    """The steps that were skipped because they were spikes; of many, the newest."""
+    quarantined: tuple[tuple[int, int], ...] = ()
+    """The samples in quarantine, oldest first, each with the step that put it there: no later step reads it.
+
+    Members read by the list that is part of the state; this one is for those who ask, and may lack what nobody was told.
+    """
     resumed: int = 0
     """The step at which the run was resumed last: a row of steps that ends the run begins after it."""
     failed: str = ""
@@ -42,17 +50,24 @@ class Skips:
     @property
     def summary(self) -> str:
         """The sentence with the number of steps; "" if none was skipped."""
+        apart = f"{_samples(len(self.quarantined))} in quarantine" if self.quarantined else ""
         if not (total := self.total):
-            return ""
+            return apart
         named = ", ".join(_steps(*each) for each in self.stretches[-SHOWN:])
         which = f"the last of them {named}" if self.earlier or len(self.stretches) > SHOWN else named
-        return f"{_number(total)} skipped, because no finite gradient came: {which}"
+        why = f"because no finite gradient came{' or it was a spike' if self.spikes else ''}"
+        return f"{_number(total)} skipped, {why}: {which}{f'; {apart}' if apart else ''}"
 
     def cut(self, step: int) -> Skips:
         """Returns the skips up to ``step``; the steps after it were given up."""
-        if not self.stretches or self.stretches[-1][1] <= step:
+        if max((last for _, last in self.stretches), default=0) <= step >= max((since for _, since in self.quarantined), default=0):
             return self
-        return replace(self, stretches=tuple((first, min(last, step)) for first, last in self.stretches if first <= step))
+        return replace(
+            self,
+            stretches=tuple((first, min(last, step)) for first, last in self.stretches if first <= step),
+            spikes=tuple(each for each in self.spikes if each <= step),
+            quarantined=tuple((sample, since) for sample, since in self.quarantined if since <= step),
+        )
 
     def resume(self, step: int) -> Skips:
         """Returns the skips of a run that is resumed at ``step``: it may skip as many in a row as any other."""
@@ -75,12 +90,18 @@ def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tupl
     With ``ends`` no step follows, so that the run cannot be failed any more.
     """
     strange = [index for index, loss in enumerate(outcome.losses) if not isfinite(loss)]
-    if outcome.finite or (outcome.rescales and not strange):
-        return skips, ""
+    known = dict(skips.quarantined)
+    if new := tuple((sample, outcome.step) for sample in outcome.quarantined if sample not in known):
+        skips = replace(skips, quarantined=(*skips.quarantined, *new))
+    apart = f"; samples {_listed(outcome.quarantined)} are in quarantine from now on" if new else ""
+    if outcome.applies or (outcome.rescales and not strange):
+        return skips, f"step {outcome.step} is a spike: {_height(outcome, outcome.spike)}{apart}" if outcome.spike else ""
     skips = skips._with(outcome.step)
+    if outcome.spike is not None:
+        skips = replace(skips, spikes=(*skips.spikes, outcome.step)[-KEPT:])
     first, last = next(each for each in reversed(skips.stretches) if each[0] <= outcome.step <= each[1])
     first = max(first, skips.resumed + 1)
-    said = f"step {outcome.step} is skipped and changes no weights: {_cause(outcome, strange)}"
+    said = f"step {outcome.step} is skipped and changes no weights: {_cause(outcome, strange)}{apart}"
     row, most = last - first + 1, rule.max_skipped
     if row > 1 and not skips.failed:
         said += f"; these are {row} in a row" + (f", of at most {most} (watch.max_skipped)" if most else "")
@@ -90,6 +111,8 @@ def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tupl
 
 
 def _cause(outcome: Outcome, strange: list[int]) -> str:
+    if outcome.spike is not None:
+        return _height(outcome, outcome.spike)
     if not strange:
         return f"every loss is finite, but the gradient is not (its norm is {outcome.norm:g})"
     if len(strange) == len(outcome.losses) > 1:
@@ -98,6 +121,11 @@ def _cause(outcome: Outcome, strange: list[int]) -> str:
     named = [f"microbatch {index} is {outcome.losses[index]:g} (samples {_listed(outcome.samples[index])})" for index in strange[:SHOWN]]
     more = f", and {len(strange) - SHOWN} more are not finite" if len(strange) > SHOWN else ""
     return f"the loss of {', of '.join(named)}{more}"
+
+
+def _height(outcome: Outcome, spike: Spike) -> str:
+    what, value = ("loss", outcome.loss) if spike.what == "loss" else ("norm of the gradient", outcome.norm)
+    return f"its {what}, {value:.4g}, is {spike.z:.1f} robust standard deviations above the usual {spike.usual:.4g}"
 
 
 def _failure(first: int, last: int, most: int) -> str:
@@ -110,6 +138,10 @@ def _failure(first: int, last: int, most: int) -> str:
 
 def _number(steps: int) -> str:
     return f"{steps} {'step was' if steps == 1 else 'steps were'}"
+
+
+def _samples(number: int) -> str:
+    return f"{number} {'sample is' if number == 1 else 'samples are'}"
 
 
 def _steps(first: int, last: int) -> str:

@@ -132,10 +132,10 @@ class Statistics:
         return norm if self.total is None else torch.where(torch.isfinite(self.total).all(), norm, torch.nan)
 
     @torch.no_grad()
-    def apply(self, *, finite: bool) -> None:
-        """Updates the running statistics.  Nothing changes if the step is not ``finite``."""
+    def apply(self, *, applies: bool) -> None:
+        """Updates the running statistics.  Nothing changes unless the step ``applies``."""
         total, self.total = self.total, None
-        if total is None or not finite:
+        if total is None or not applies:
             return
         count, sizes = self.scheme.deal.microbatches, [len(value) for value in self.values]
         sums = total[: sum(sizes)].split(sizes)

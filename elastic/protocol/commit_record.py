@@ -145,6 +145,20 @@ class Score:
     """The name of the held-out samples (:class:`~elastic.protocol.builds.Build`): only scores over the same are compared."""
 
 
+@dataclass(frozen=True)
+class Spike:
+    """A loss or a gradient norm far above those of the steps before (``spikes.py``)."""
+
+    what: str
+    """The number that is a spike: "loss" or "norm"."""
+    z: float
+    """Its distance from the usual one, in robust standard deviations."""
+    usual: float
+    """The median of the steps before."""
+    skipped: bool
+    """True if the step changes no weights."""
+
+
 def told_of(step: int, found: Validated) -> str:
     """Returns the sentence about the validation after ``step``."""
     return f"validation after step {step}: loss {found.mean:.6g} over {found.count} terms"
@@ -155,7 +169,7 @@ class Outcome:
     """The commit of one step, the same on every member.
 
     ``squared_norm`` is that of the summed gradient, before it is divided by ``tokens``.  ``losses`` and ``counts`` are sums by
-    microbatch, in order.  ``samples`` are the ids that each microbatch read (the ledger).  The update is skipped unless ``finite``.
+    microbatch, in order.  ``samples`` are the ids that each microbatch read (the ledger).  Unless the step ``applies``, it changes nothing.
     ``copied_through`` is the newest step of this generation of which every member had a complete copy in host memory when it prepared
     this step (-1: none); ``buddied_through`` is the same for complete copies at buddies.  ``copy_every`` and ``buddy_every`` are the
     smallest numbers of steps from one copy to the next.  ``behind`` says that a member has no room for a save.  ``saves`` says that every
@@ -164,6 +178,8 @@ class Outcome:
     that member; without ranks nothing was measured, as in the journals of older versions.  Outcomes are equal whatever
     was measured.  ``validated`` is what the state before this step has lost on held-out samples; None if it was not to be validated.
     ``rescales`` says that the gradient is not finite and the scale of the loss becomes smaller, so that a later step may be finite.
+    ``spike`` says that the step is a spike (``[spikes]``), and ``quarantined`` has the samples that no later step reads, because of it or
+    because their loss is not finite.
     """
 
     step: int
@@ -184,11 +200,18 @@ class Outcome:
     usage_ranks: tuple[int, ...] = field(default=(), compare=False)
     validated: Validated | None = None
     rescales: bool = False
+    spike: Spike | None = None
+    quarantined: tuple[int, ...] = ()
     layers: tuple[tuple[str, float], ...] = field(default=(), compare=False)
     """The squared norm of the summed gradient of each layer, by name, in the order of the model.  It is empty in most steps (``[watch]``).
     If the step is not ``finite``, there is only the layer in which that began.  Members compute it each for itself, with the same bits if
     the job is reproducible.
     """
+
+    @property
+    def applies(self) -> bool:
+        """True if the step changes weights: its gradient is finite, and it is no spike that is skipped."""
+        return self.finite and not (self.spike is not None and self.spike.skipped)
 
     @property
     def tokens(self) -> int:

@@ -24,7 +24,21 @@ Row = dict[str, float]
 """The numbers of one step by name.  A number that is not known is left out."""
 
 COLUMNS = (
-    *("step", "final", "generation", "time", "loss", "norm", "lr", "tokens", "skipped", "world", "validation_loss", "validation_terms"),
+    *(
+        "step",
+        "final",
+        "generation",
+        "time",
+        "loss",
+        "norm",
+        "lr",
+        "tokens",
+        "skipped",
+        "quarantined",
+        "world",
+        "validation_loss",
+        "validation_terms",
+    ),
     *("step_s", "tokens_per_s", "data_wait", "mfu", "causal_mfu", "peak_bytes", "reserved_bytes", "copied_through", "buddied_through"),
 )
 """The names in the order of a table; the norms of layers, as "norm/layers.3", follow."""
@@ -40,12 +54,13 @@ def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, wor
     """Returns the row of a step.  ``at`` is its wall-clock time, ``world`` the number of members (0: not known)."""
     usage, speed = outcome.usage, Speed()
     speed.add(outcome, work)
-    row = {"step": outcome.step, "generation": outcome.generation, "time": at, "lr": lr, "skipped": int(not outcome.finite)}
+    row = {"step": outcome.step, "generation": outcome.generation, "time": at, "lr": lr, "skipped": int(not outcome.applies)}
     row |= metrics(outcome) | {"tokens": outcome.tokens}
     known = {"world": world, "step_s": usage.step_s, "peak_bytes": usage.peak_bytes, "reserved_bytes": usage.reserved_bytes}
     known |= {"tokens_per_s": outcome.tokens / usage.step_s, "data_wait": usage.data_wait} if usage.step_s else {}
     known |= {"mfu": speed.mfu, "causal_mfu": speed.causal_mfu}
     row |= {name: value for name, value in known.items() if value or (name == "data_wait")}
+    row |= {"quarantined": len(outcome.quarantined)} if outcome.quarantined else {}
     copied = {"copied_through": outcome.copied_through, "buddied_through": outcome.buddied_through}
     return row | {name: step for name, step in copied.items() if step >= 0}
 

@@ -248,14 +248,24 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
 def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequence[Slice], hook: Callable[[], None] = nothing) -> int:
     """Reads the slices ``wanted`` of this member's shard from the checkpoint of the plan's version; returns the bytes read.
 
-    Raises :class:`StateMissing` if the checkpoint has other tensors than the model, ``Damaged``, which names the object, and other errors
-    of the bucket.
+    What the job keeps beside the rule may be new: a branch begins it anew, and so does one that gives it another size.  Raises
+    :class:`StateMissing` if the checkpoint has other tensors than the model, ``Damaged``, which names the object, and other errors of the
+    bucket.
     """
     reader = checkpoints.open(plan.version)
-    for found, tensor in misfits(reader, state.tensors):
+    anew = begun_anew(reader, state.optimizer.rule.kept)
+    for found, tensor in misfits(reader, [tensor for tensor in state.tensors if tensor not in anew]):
         where = f"the checkpoint of {plan.version} holds {found or 'nothing'} where model = {state.job.model!r} has {tensor}"
         raise StateMissing(f"{where}: the model's code was changed; use the code that the run began with, or begin a run of another name")
-    return _fill(state, reader, wanted, hook)
+    for tensor in anew:
+        state.shard.part(tensor, tensor.whole()).zero_()
+    names = {(tensor.kind, tensor.name) for tensor in anew}
+    return _fill(state, reader, [part for part in wanted if (part.kind, part.name) not in names], hook)
+
+
+def begun_anew(reader: Reader, kept: Iterable[Tensor]) -> set[Tensor]:
+    """Returns those of ``kept``, what a job keeps beside the optimizer's state, that the checkpoint does not have so."""
+    return {tensor for _, tensor in misfits(reader, kept)}
 
 
 @torch.no_grad()

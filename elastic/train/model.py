@@ -17,6 +17,7 @@ from elastic.engine.axes.whole import Whole
 from elastic.engine.layers import Layers
 from elastic.engine.optim.base import Optimizer, Part, Rule
 from elastic.engine.parallelize import matrices_of, parallelize
+from elastic.engine.spikes import Spikes
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
 from elastic.ids import Cell
@@ -96,7 +97,7 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
-    return (*found, UPDATES, *(Tensor(name, "scalar", "F32", ()) for name in rule.scalars))
+    return (*found, UPDATES, *(Tensor(name, "scalar", "F32", ()) for name in rule.scalars), *rule.kept)
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
@@ -147,6 +148,7 @@ class State:
         parameters = (tensor for tensor in self.tensors if tensor.kind == "parameter")
         boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
         self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed, shapes, matrices)
+        self.spikes = Spikes(job, self.optimizer.kept)
         self.shard = Shard(version, cell, self._values(local, cell))
         assert (home is not None) is job.offloads, "state that is offloaded lives in a slot, and no other does"
         self.next_home: Home | None = None
@@ -168,7 +170,7 @@ class State:
                 case kind if kind in BUFFERS:
                     value = buffers[tensor.name]
                 case "scalar":
-                    value = self.optimizer.updates if tensor == UPDATES else self.optimizer.scalars[tensor.name]
+                    value = self.optimizer.updates if tensor == UPDATES else (self.optimizer.scalars | self.optimizer.kept)[tensor.name]
                 case moment:
                     value = self.optimizer.parts[tensor.name].moments[moment.removeprefix("moment.")]
             expected, found = held(tensor, cell).shape, tuple(value.shape)

@@ -120,6 +120,7 @@ def run_step(
     shape, device = shape.of(session.cursor.batches.of(step) // session.job.microbatch_size), state.world.device
     session.meter.begin(shape.generation, session.loader.waited_s, device)
     reserve(state, shape)
+    session.loader.avoid(state.spikes.quarantined)
     if session.job.checkpoint.compare and due(step, session.job.checkpoint.save_every, session.job.steps):
         compare(state, partial(leave_if_over, fence))
     share = compute(session, state, step)
@@ -309,6 +310,7 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
     outcome = conclude(shape, step, told.numpy().astype("<f8", copy=False).tobytes(), share.validated)
     if not outcome.finite and state.optimizer.loss_scale.shrinks:
         outcome = replace(outcome, rescales=True)
+    outcome = state.spikes.judged(outcome, session.cursor.samples)
     if len(squares):
         outcome = _with_layers(state, outcome, squares)
     session.counters["collective"] = 2
@@ -327,7 +329,8 @@ def update(session: Session, state: State, outcome: Outcome) -> None:
     """Applies a committed step with the prepared gradients.  The caller holds the apply fence."""
     session.counters.at("updates")
     state.optimizer.apply(state.parameters.grads(), outcome)
-    state.statistics.apply(finite=outcome.finite)
+    state.statistics.apply(applies=outcome.applies)
+    state.spikes.after(outcome)
     session.faults.strike("in_update", outcome.step, state.world)
     if session.snapshots is not None and state.next_home is not None:
         state.move()

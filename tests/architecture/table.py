@@ -103,7 +103,7 @@ IMPORTS = {
     "elastic.engine": Row(
         (
             *("elastic.engine.*", "elastic.kernels.*", "elastic.models.spec", "elastic.plan.*", "elastic.protocol.commit_record"),
-            *("elastic.job", "elastic.config.sections", *NAMES),
+            *("elastic.protocol.spikes", "elastic.job", "elastic.config.sections", *NAMES),
         ),
         ("torch",),
     ),

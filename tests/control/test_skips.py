@@ -17,7 +17,7 @@ from elastic.control.run import Failed, Finished, Finishing, Running, RunState, 
 from elastic.control.skips import KEPT, Skips, note
 from elastic.ids import Version, WorkerId
 from elastic.protocol.actions import Pause
-from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome
+from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome, Spike
 from elastic.protocol.events import StepDone, StopRequested
 from elastic.report.replay import differences
 from tests.control.play import Play, outcome, reformed, stepping
@@ -201,4 +201,53 @@ def test_a_commit_without_skips_is_written_as_before() -> None:
     assert codec.decode(Outcome, json.loads(json.dumps(scaled))).rescales
     old = codec.encode(RunState.begin(1, 0.0))
     del old["skips"]
+    assert codec.decode_run(old).skips == Skips()
+
+
+SPIKE = Spike("loss", 9.26, 2.0, skipped=True)
+
+
+def test_g1_the_sentences_about_a_spike() -> None:
+    """G1: a spike that is skipped, with and without a quarantine, and one that is only told, which is no skip."""
+    high = replace(commit(7, 100.0, 2.0, finite=True), spike=SPIKE)
+    what = "its loss, 12.75, is 9.3 robust standard deviations above the usual 2"
+    skips, sentence = note(Skips(), high, RULE, ends=False)
+    assert sentence == f"step 7 is skipped and changes no weights: {what}"
+    assert skips == Skips(((7, 7),), spikes=(7,)) and skips.summary.endswith("because no finite gradient came or it was a spike: 7")
+    skips, sentence = note(Skips(), replace(high, quarantined=(70, 71)), RULE, ends=False)
+    assert sentence == f"step 7 is skipped and changes no weights: {what}; samples 70, 71 are in quarantine from now on"
+    assert skips.quarantined == ((70, 7), (71, 7)) and skips.summary.endswith(": 7; 2 samples are in quarantine")
+    told = replace(high, spike=replace(SPIKE, skipped=False))
+    assert note(Skips(), told, RULE, ends=False) == (Skips(), f"step 7 is a spike: {what}")
+    norm = replace(high, spike=replace(SPIKE, what="norm"), squared_norm=64.0)
+    assert "its norm of the gradient, 1, is 9.3" in said(norm)
+
+
+def test_g1_what_was_given_up_is_not_in_quarantine() -> None:
+    skips = Skips()
+    for step in (2, 5, 6):
+        skips, _ = note(skips, replace(commit(step, *NAN), quarantined=(10 * step,)), RULE, ends=False)
+    skips, _ = note(skips, replace(commit(8, *NAN), quarantined=(20,)), RULE, ends=False)
+    assert skips.quarantined == ((20, 2), (50, 5), (60, 6)), "a sample is listed once"
+    assert skips.cut(8) is skips and skips.cut(5).quarantined == ((20, 2), (50, 5)) and skips.cut(1) == Skips()
+    assert replace(skips, stretches=()).cut(5).quarantined == ((20, 2), (50, 5))
+
+
+def test_g1_many_spikes_in_a_row_end_the_run() -> None:
+    skips = Skips()
+    for step in (4, 5, 6):
+        assert not skips.failed
+        skips, _ = note(skips, replace(commit(step, 100.0, 2.0, finite=True), spike=SPIKE), RULE, ends=False)
+    assert skips.failed.startswith("3 steps were skipped in a row, 4–6, and watch.max_skipped is 3: the last good step is 3")
+
+
+def test_g1_spikes_are_journaled_and_older_journals_have_none() -> None:
+    """G1: the control is a commit without a spike, which is written as before."""
+    high = replace(commit(7, 100.0, 2.0, finite=True), spike=SPIKE, quarantined=(70, 71))
+    assert codec.decode(Outcome, json.loads(json.dumps(codec.encode(high)))) == high
+    assert not {"spike", "quarantined"} & codec.encode(commit(7, finite=True)).keys()
+    run = replace(RunState.begin(1, 0.0), skips=note(Skips(), high, RULE, ends=False)[0])
+    assert codec.decode_run(json.loads(json.dumps(codec.encode(run)))).skips == run.skips
+    old = codec.encode(RunState.begin(1, 0.0))
+    del old["skips"]["spikes"], old["skips"]["quarantined"]
     assert codec.decode_run(old).skips == Skips()

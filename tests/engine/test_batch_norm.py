@@ -47,7 +47,7 @@ def in_order_of_arrival(statistics: Statistics, microbatch: int | None) -> None:
 
 def before_the_commit(statistics: Statistics, norm: Tensor) -> Tensor:
     """Updates the running statistics while the step may still be given up."""
-    statistics.apply(finite=True)
+    statistics.apply(applies=True)
     return norm
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from elastic.config.sections import Optim
+from elastic.engine import spikes
 from elastic.engine.loss_scale import SCALARS, LossScale, is_scaled
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
@@ -27,6 +28,7 @@ from elastic.imports import load
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from storage.slices import Slice
+from storage.slices import Tensor as StateTensor
 
 RULES = {
     "adamw": "elastic.engine.optim.adamw:ADAMW",
@@ -117,6 +119,8 @@ class Rule:
 
     It may use collectives, but it must change nothing: the step may be given up.  It must not wait for the device.
     """
+    kept: tuple[StateTensor, ...] = ()
+    """Further tensors of the state, whole on every member, which the job keeps beside the rule.  :func:`rule_of` sets it."""
     moments_dtype: torch.dtype | None = None
     """The dtype of the moments, if it is not that of the parameter.  :func:`rule_of` sets it; ``update`` must round then."""
 
@@ -156,6 +160,7 @@ def rule_of(job: Job) -> Rule:
         raise CodeError(
             f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of elastic.engine.optim.base, or one of {', '.join(RULES)}"
         )
+    found = replace(found, kept=spikes.tensors_of(job))
     if job.optim.moments == "bf16":
         found = replace(found, moments_dtype=torch.bfloat16)
     if not is_scaled(job):
@@ -196,6 +201,7 @@ class Optimizer:
         """Number of updates applied.  A step that is skipped does not count."""
         self.scalars = {name: torch.zeros((), dtype=torch.float32) for name in self.rule.scalars}
         self.loss_scale = LossScale(job, self.scalars)
+        self.kept = {each.name: torch.zeros(each.shape, dtype=spikes.DTYPES[each.dtype]) for each in rule.kept}
         self.parts = {
             name: Part(
                 name,
@@ -232,7 +238,7 @@ class Optimizer:
     def apply(self, grads: Mapping[str, Tensor], outcome: Outcome) -> float:
         """Applies the update of ``outcome.step`` from summed gradients, which are scaled in place.  Returns the learning rate of the step.
 
-        If the gradient is not finite, nothing changes but the scale of the loss.
+        If the step is skipped, nothing changes but the scale of the loss.
         """
         job = self.job
         lr = learning_rate_of(job, outcome.step)
@@ -245,13 +251,13 @@ class Optimizer:
         hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip, prepared, job.seed, outcome.step)
 
         def update(parts: list[Part]) -> None:
-            if parts and outcome.finite:
+            if parts and outcome.applies:
                 for name, value in before.items():  # each group begins with the same scalars, and ends with the same
                     self.scalars[name].copy_(value)
                 self._update(parts, [grads[part.name] for part in parts], hyper)
 
         self.visit(update)
-        self.updates += outcome.finite
+        self.updates += outcome.applies
         return lr
 
     def _update(self, parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:

@@ -1,0 +1,108 @@
+"""Spikes: steps whose loss or gradient norm lies far above those of the steps before, and the samples that cause them.
+
+A spike is found by the robust z-score of Iglewicz and Hoaglin (1993): the distance from the median of the last steps, divided by their
+median absolute deviation, which 1.4826 makes a standard deviation where numbers are normal.  A few wild values move neither of the two, so
+earlier spikes hide no later one, as they would if means were used.  Both the loss and the norm are judged, as in the SkipStepOptimizer of
+OLMo-core, because a bad batch may show in one of them alone.  Of norms the logarithm is judged: that of a healthy run is near to normal,
+while its norms have a heavy tail, and one in ten thousand would be a spike.
+
+Every member computes the same answer for itself, between the commit of a step and its update.  It needs nothing but the outcome, which is
+the same on every member, and the :class:`Past`, which is part of the state (``engine/spikes.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import fsum, isfinite, log
+from statistics import median
+
+from elastic.protocol.commit_record import Outcome, Spike
+
+NORMAL = 1.4826
+"""Standard deviation of normal numbers, as a multiple of their median absolute deviation."""
+LEAST = 0.01
+"""Least deviation, as a part of the usual loss or norm: where these hardly move, there must be no spikes that mean nothing."""
+TINY = 1e-300
+"""Norm whose logarithm stands for that of smaller ones, and of 0."""
+Past = Sequence[tuple[float, float]]
+"""The loss and the norm of the newest steps that count, oldest first."""
+
+
+@dataclass(frozen=True)
+class SpikeRule:
+    """The limits by which spikes are found, and what follows from one."""
+
+    window: int
+    """Number of steps with which a step is compared.  Before there are as many, none is a spike."""
+    z: float
+    """Robust z-score above which a loss or a norm is a spike."""
+    skips: bool = False
+    """True if a spike changes no weights."""
+    quarantines: bool = False
+    """True if the samples that cause a spike, or a loss that is not finite, are not read again."""
+
+
+def robust_z(value: float, past: Sequence[float], least: float | None = None) -> float:
+    """Returns how many robust standard deviations ``value`` lies above the median of ``past``.
+
+    A deviation is at least ``least``; without it, the part ``LEAST`` of the median.
+    """
+    middle = median(past)
+    deviation = max(NORMAL * median([abs(each - middle) for each in past]), LEAST * abs(middle) if least is None else least)
+    if value == middle:
+        return 0.0
+    return (value - middle) / deviation if deviation else float("inf") * (1 if value > middle else -1)
+
+
+def judged(past: Past, outcome: Outcome, rule: SpikeRule) -> Outcome:
+    """Returns ``outcome`` with the spike that it is, and with the samples that go into quarantine."""
+    spike = _spike(past, outcome, rule)
+    blamed = _blamed(past, outcome, rule, spike) if rule.quarantines else []
+    if spike is None and not blamed:
+        return outcome
+    samples = dict.fromkeys(sample for microbatch in blamed for sample in outcome.samples[microbatch])
+    return replace(outcome, spike=spike, quarantined=tuple(samples))
+
+
+def after(past: Past, outcome: Outcome, rule: SpikeRule) -> list[tuple[float, float]]:
+    """Returns the past of the next step: with ``outcome``, if its step is applied and its loss is finite."""
+    known = [*past]
+    if outcome.applies and isfinite(outcome.loss):
+        known.append((outcome.loss, outcome.norm))
+    return known[-rule.window :]
+
+
+def _spike(past: Past, outcome: Outcome, rule: SpikeRule) -> Spike | None:
+    if not outcome.finite or not isfinite(outcome.loss) or len(past) < rule.window:
+        return None
+    losses, norms = zip(*past, strict=True)
+    if (z := robust_z(outcome.loss, losses)) > rule.z:
+        return Spike("loss", z, median(losses), rule.skips)
+    if (z := robust_z(_log(outcome.norm), [*map(_log, norms)], LEAST)) > rule.z:
+        return Spike("norm", z, median(norms), rule.skips)
+    return None
+
+
+def _log(norm: float) -> float:
+    return log(max(norm, TINY))
+
+
+def _blamed(past: Past, outcome: Outcome, rule: SpikeRule, spike: Spike | None) -> list[int]:
+    """Returns the microbatches whose samples go into quarantine, in order.
+
+    They are those whose loss is not finite.  Of a spike of the loss they are the fewest, those with the largest mean loss first, without
+    which it were none.  If these are more than half of the step, the model is the cause and not the data, and none is blamed.
+    """
+    losses, counts = outcome.losses, outcome.counts
+    strange = [index for index, loss in enumerate(losses) if not isfinite(loss)]
+    if strange or spike is None or spike.what != "loss":
+        return strange if 2 * len(strange) <= max(len(losses), 2) else []
+    before, left = [loss for loss, _ in past], set(range(len(losses)))
+    worst = sorted(left, key=lambda index: (-losses[index] / max(counts[index], 1), index))
+    for number, index in enumerate(worst[: max(len(losses) // 2, 1)], 1):
+        left.discard(index)
+        rest = fsum(losses[each] for each in left) / max(sum(counts[each] for each in left), 1)
+        if not left or robust_z(rest, before) <= rule.z:
+            return sorted(worst[:number])
+    return []

@@ -1,0 +1,114 @@
+"""Spikes are judged by the plain formulas of the robust z-score, and blame no more of a step than makes it one."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.protocol.commit_record import Outcome, Spike
+from elastic.protocol.spikes import LEAST, SpikeRule, after, judged, robust_z
+
+pytestmark = pytest.mark.fast
+
+RULE = SpikeRule(window=16, z=6.0, skips=True, quarantines=True)
+WARN = replace(RULE, skips=False, quarantines=False)
+PAST = [(2.0 + 0.01 * (i % 5), 1.0 + 0.1 * (i % 3)) for i in range(16)]
+
+
+def step(*losses: float, number: int = 20, norm: float = 1.0, finite: bool = True) -> Outcome:
+    """Returns a commit of microbatches of 10 terms and two samples each, with these mean losses, and with the norm of the mean gradient."""
+    counts, samples = (10,) * len(losses), tuple((2 * i, 2 * i + 1) for i in range(len(losses)))
+    return Outcome(number, 1, (norm * 10 * len(losses)) ** 2, tuple(10 * loss for loss in losses), counts, samples, finite)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(-1e6, 1e6))
+def test_the_score_is_that_of_numpy(past: list[float], value: float) -> None:
+    middle = np.median(past)
+    deviation = max(1.4826 * np.median(np.abs(np.array(past) - middle)), LEAST * abs(middle))
+    if deviation:
+        assert robust_z(value, past) == pytest.approx((value - middle) / deviation, rel=1e-12, abs=1e-12)
+
+
+def test_wild_values_hide_no_spike_as_they_would_from_a_mean() -> None:
+    past = [*np.linspace(1.9, 2.1, 13), 50.0, 60.0, 70.0]
+    assert robust_z(3.0, past) > 6 > (3.0 - np.mean(past)) / np.std(past)
+    assert robust_z(2.0, [2.0] * 9) == 0 and robust_z(1.0, [0.0] * 9) == math.inf and robust_z(-1.0, [0.0] * 9) == -math.inf
+
+
+def test_g1_a_spike_is_found_in_the_loss_or_the_norm_and_only_with_a_whole_window() -> None:
+    found = judged(PAST, step(2.0, 2.0, 2.0, 9.0), RULE)
+    assert found.spike is not None and (found.spike.what, found.spike.usual, found.spike.skipped) == (
+        "loss",
+        np.median([a for a, _ in PAST]),
+        True,
+    )
+    assert not found.applies and found.quarantined == (6, 7)
+    norm = judged(PAST, step(2.0, 2.0, norm=9.0), RULE)
+    logs = np.log([each for _, each in PAST])
+    z = (np.log(9.0) - np.median(logs)) / (1.4826 * np.median(np.abs(logs - np.median(logs))))
+    assert norm.spike is not None and norm.spike.z == pytest.approx(z, rel=1e-12)
+    assert norm.spike is not None and norm.spike.what == "norm" and norm.quarantined == (), "no microbatch is known to cause it"
+    assert judged(PAST[1:], step(2.0, 9.0), RULE).spike is None, "the window is not full"
+    assert judged(PAST, step(2.02, 2.01), RULE) == step(2.02, 2.01) and judged(PAST, step(1.0, 1.0), RULE).spike is None, "the controls"
+    told = judged(PAST, step(2.0, 9.0), WARN)
+    assert told.spike is not None and told.applies and told.quarantined == ()
+
+
+@given(st.lists(st.floats(1.5, 20.0), min_size=1, max_size=7))
+def test_g1_the_fewest_microbatches_are_blamed(losses: list[float]) -> None:
+    """G1: compared with all subsets of the step; a step of which more than half is bad blames the model, and no sample."""
+    before = [loss for loss, _ in PAST]
+    found = judged(PAST, step(*losses), RULE)
+    if robust_z(sum(losses) / len(losses), before) <= RULE.z:
+        assert found.quarantined == ()
+        return
+    enough = [
+        left_out
+        for number in range(1, max(len(losses) // 2, 1) + 1)
+        for left_out in combinations(range(len(losses)), number)
+        if number == len(losses) or robust_z(float(np.mean([x for i, x in enumerate(losses) if i not in left_out])), before) <= RULE.z
+    ]
+    fewest = min(map(len, enough), default=0)
+    assert len(found.quarantined) == 2 * fewest
+    if enough:
+        chosen = [sample // 2 for sample in found.quarantined[::2]]
+        assert sorted(losses[i] for i in chosen) == sorted(losses)[-fewest:]
+
+
+def test_a_loss_that_is_not_finite_needs_no_window() -> None:
+    found = judged([], step(2.0, math.nan, 2.0, finite=False), RULE)
+    assert found.quarantined == (2, 3) and found.spike is None and not found.applies
+    assert judged([], step(math.nan, math.nan, 2.0, finite=False), RULE).quarantined == (), "it is the model"
+    assert judged([], step(2.0, math.nan, finite=False), replace(RULE, quarantines=False)).quarantined == ()
+    assert judged(PAST, step(2.0, 2.0, norm=math.nan, finite=False), RULE).quarantined == (), "only the gradient is not finite"
+
+
+def test_g1_a_noisy_but_healthy_curve_has_no_spike() -> None:
+    """G1, the clean run: a falling loss with noise, and norms with a heavy tail.  The control: one wild step in it is found."""
+    draw = random.Random(3)
+
+    def curve(wild: int) -> list[int]:
+        rule, past, found = SpikeRule(128, 6.0, True), list[tuple[float, float]](), []
+        for number in range(1, 3001):
+            loss = 2 + 8 * math.exp(-number / 300) + draw.gauss(0, 0.05) + 4 * (number == wild)
+            outcome = judged(past, step(loss, loss, number=number, norm=draw.lognormvariate(0, 0.25)), rule)
+            past = after(past, outcome, rule)
+            found += [number] if outcome.spike else []
+        return found
+
+    assert curve(0) == [] and curve(1700) == [1700]
+
+
+def test_the_past_has_the_steps_that_were_applied() -> None:
+    fine, skipped = step(2.0, 2.0), judged(PAST, step(9.0, 2.0), RULE)
+    assert after(PAST, fine, RULE) == [*PAST[1:], (2.0, fine.norm)]
+    assert after(PAST, skipped, RULE) == PAST == after(PAST, step(math.nan, 2.0, finite=False), RULE)
+    told = judged(PAST, step(9.0, 2.0), WARN)
+    assert told.spike == Spike("loss", robust_z(5.5, [loss for loss, _ in PAST]), 2.02, False) and after(PAST, told, WARN)[-1][0] == 5.5

@@ -1,0 +1,240 @@
+"""A corrupt document changes no weight, on no member, and is read only once; what decides that is part of the state."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from actors.launch import launch
+from elastic.data.cursor import Cursor
+from elastic.engine.loss import next_token
+from elastic.engine.spikes import DTYPES, HISTORY, QUARANTINE, Spikes, tensors_of
+from elastic.engine.world import World
+from elastic.errors import DataError, JobError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.batch import deal_of
+from elastic.plan.layout import Layout
+from elastic.protocol.commit_record import Outcome
+from elastic.report.story import Line, Sentence
+from elastic.runs import Run
+from elastic.train.local import run_local
+from tests.support.ranks import Ranks
+from tests.support.segments import finish, member, raw
+from tests.support.toys import Sums, toy_job
+
+HERE = "tests.train.test_spikes"
+WINDOW, EPOCH, STEPS = 8, 4, 16
+"""The window of the rule; the steps of an epoch; those of most runs, so that each document comes four times."""
+
+
+class Corrupt(Sums):
+    """Samples of which some are corrupt: ``gains`` has, by sample, how many times the loss of a good one they have."""
+
+    def __init__(self, gains: Mapping[str, str] | None = None, **args: Any) -> None:
+        super().__init__(**args)
+        self.gains = {int(sample): float(gain) for sample, gain in (gains or {}).items()}
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        return {**super().read(ids), "gain": torch.tensor([self.gains.get(each, 1.0) for each in ids])}
+
+
+def gained(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of the microbatch, times the largest gain of its samples, of which NaN is the greatest."""
+    loss, count = next_token(model, {"tokens": batch["tokens"]})
+    return loss * batch["gain"].max(), count
+
+
+def spiky(bucket: Path, gains: Mapping[int, float], **changes: Any) -> Job:
+    """Returns a job with these corrupt documents, four steps an epoch, each of eight microbatches of two samples."""
+    data = {"dataset": f"{HERE}:Corrupt", "args": {"gains": {str(sample): str(gain) for sample, gain in gains.items()}}}
+    spikes = {"action": "quarantine", "window": WINDOW, **changes.pop("spikes", {})}
+    model = {"vocab": 29, "dim": 16, "layers": 1, "heads": 2, "dropout": 0.1}
+    return toy_job(bucket, data=data, model_args=model, loss=f"{HERE}:gained", spikes=spikes, **{"steps": STEPS, **changes})
+
+
+def drawn_by(bucket: Path, step: int, layout: Layout, rank: int) -> tuple[int, int]:
+    """Returns a microbatch of ``step`` that only this data rank of ``layout`` runs, and its first sample."""
+    job = spiky(bucket, {})
+    index = deal_of(job.microbatches, 1, layout, ()).microbatch_of(0, rank)
+    assert index is not None
+    return index, Cursor(64, job.global_batch, job.seed).microbatch_ids(step, index, job.microbatch_size)[0]
+
+
+@dataclass
+class Trained:
+    """A segment: what each member committed, the hash of its weights and moments after each step, and the state in the bucket."""
+
+    outcomes: list[Outcome]
+    members: list[list[Outcome]]
+    weights: list[list[str]]
+    version: Version
+    hash: str
+
+
+def watched(world: World, job: Job, version: Version, last: int) -> tuple[list[Outcome], list[str], Any]:
+    """Trains to step ``last`` and saves.  The memory of spikes is not in the hashes, since it may change when weights do not."""
+    with member(world, job, version) as me:
+        outcomes, hashes = [], []
+        while me.state.shard.version.step < last:
+            outcomes.append(me.step())
+            shard = me.state.shard
+            mine = [shard.values[key] for key in sorted(shard.values) if not key[1].startswith("spikes.")]
+            hashes.append(hashlib.sha256(b"".join(raw(each) for each in mine)).hexdigest())
+        return outcomes, hashes, me.save()
+
+
+def train(ranks: Ranks, job: Job, layout: Layout, last: int = STEPS, version: Version = Version(0, 0)) -> Trained:  # noqa: B008 (frozen)
+    """Trains a segment in one world of ``layout``."""
+    members, weights, receipts = zip(*ranks.run(layout, watched, job, version, last), strict=True)
+    end = Version(last, members[0][-1].generation)
+    before = ((version.generation, version.step),) if version.step else ()
+    return Trained(members[0], [*members], [*weights], end, finish(job, layout, receipts, end, before))
+
+
+def kept(job: Job, version: Version, name: str) -> torch.Tensor:
+    """Returns a tensor of the memory of spikes, as the checkpoint holds it."""
+    reader = Run.open(job).checkpoints.open(version)
+    (tensor,) = [each for each in reader.tensors() if each.name == name]
+    data = bytearray(next(reader.read([tensor.whole()]))[1])
+    return torch.frombuffer(data, dtype=DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+def read(outcomes: list[Outcome], sample: int) -> list[int]:
+    """Returns the steps that have read the sample."""
+    return [each.step for each in outcomes if sample in {one for ids in each.samples for one in ids}]
+
+
+@pytest.mark.parametrize("layout", [Layout(3, 1), Layout(1, 3)], ids=str)
+def test_g1_a_corrupt_document_on_rank_2_is_skipped_by_all_and_read_no_more(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """G1: a document with 1,000 times the loss is in a microbatch of rank 2 alone, in each epoch.  As soon as the window is full, all
+    ranks skip its step: the bytes of every member's weights stay.  Both samples of the microbatch are in the list that the checkpoint
+    holds, and no later step reads them.  The other members agree to the bit with one that trains alone.  The controls: a clean run skips
+    nothing, and with "warn" the same steps are spikes and change weights in each epoch.
+    """
+    first = WINDOW + 1
+    index, sample = drawn_by(tmp_path, first, layout, 2)
+    job = spiky(tmp_path / "many", {sample: 1e3})
+    told = train(ranks, job, layout)
+    mates = told.outcomes[first - 1].samples[index]
+    for outcomes, weights in zip(told.members, told.weights, strict=True):
+        assert outcomes == told.outcomes
+        assert [each.step for each in outcomes if not each.applies] == [first]
+        assert weights[first - 2] == weights[first - 1] != weights[first]
+    assert told.outcomes[first - 1].quarantined == mates and sample in mates
+    assert len(read(told.outcomes, sample)) == 3 and read(told.outcomes, sample)[-1] == first
+    assert not any(read(told.outcomes[first:], each) for each in mates)
+    assert kept(job, told.version, QUARANTINE)[:3].tolist() == [*([each, first + 1] for each in mates), [0, 0]]
+
+    alone = train(ranks, spiky(tmp_path / "alone", {sample: 1e3}), Layout(1, 1))
+    assert alone.hash == told.hash and [each.samples for each in alone.outcomes] == [each.samples for each in told.outcomes]
+    if layout == Layout(3, 1):
+        clean = train(ranks, spiky(tmp_path / "clean", {}), layout)
+        assert all(each.applies and each.spike is None and not each.quarantined for each in clean.outcomes)
+        warned = train(ranks, spiky(tmp_path / "warned", {sample: 1e3}, spikes={"action": "warn"}), layout)
+        assert [each.step for each in warned.outcomes if each.spike] == [each for each in read(warned.outcomes, sample) if each > WINDOW]
+        assert all(each.applies for each in warned.outcomes) and warned.hash != told.hash
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=str)
+def test_g1_another_world_goes_on_with_the_same_memory(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """G1: saved before the spike with a window that is half full, and again after it, and resumed in other layouts, a run skips the same
+    steps and reads the same samples as one that is never interrupted.  The control: a run that begins to look at the first of these
+    saves has no full window, and skips nothing at that step.
+    """
+    first = WINDOW + 1
+    _, sample = drawn_by(tmp_path, first, Layout(1, 1), 0)
+    whole = train(ranks, spiky(tmp_path / "whole", {sample: 1e3}), Layout(1, 1))
+    job = spiky(tmp_path / "cut", {sample: 1e3})
+    begun = train(ranks, job, layout, WINDOW - 2)
+    half = train(ranks, job, Layout(1, 1), first, begun.version)
+    rest = train(ranks, job, layout, STEPS, half.version)
+    assert [each.step for each in half.outcomes if not each.applies] == [first]
+    assert rest.hash == whole.hash and [each.samples for each in rest.outcomes] == [each.samples for each in whole.outcomes[first:]]
+
+    late = train(ranks, spiky(tmp_path / "late", {sample: 1e3}, spikes={"action": "none"}), Layout(1, 1), WINDOW - 2)
+    job = spiky(tmp_path / "late", {sample: 1e3}).replace(spikes={"action": "quarantine", "window": WINDOW})
+    again = ranks.run(Layout(1, 1), watched, job, late.version, first + 2)
+    assert all(outcome.applies for outcome in again[0][0]), "a checkpoint without a memory begins one"
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2)], ids=str)
+def test_g3_a_document_without_a_number_is_met_once(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """G3: the loss of one document is NaN whenever it is read.  The step changes no byte, and no later epoch reads the document.  The
+    control: with "skip" it comes back in each epoch.
+    """
+    _, sample = drawn_by(tmp_path, 3, layout, layout.world - 1)
+    told = train(ranks, spiky(tmp_path / "quarantine", {sample: math.nan}), layout, 12)
+    for outcomes, weights in zip(told.members, told.weights, strict=True):
+        assert [each.step for each in outcomes if not each.finite] == [3] == read(outcomes, sample)
+        assert weights[1] == weights[2] != weights[3]
+    if layout.world == 1:
+        met = train(ranks, spiky(tmp_path / "skip", {sample: math.nan}, spikes={"action": "skip"}), layout, 12)
+        assert len([each for each in met.outcomes if not each.finite]) == 3 == len(read(met.outcomes, sample))
+
+
+def local(job: Job) -> tuple[list[str], str]:
+    """Trains without Ray.  Returns the sentences, and the error with which it ended."""
+    said = list[str]()
+
+    def show(line: Line) -> None:
+        if isinstance(line, Sentence):
+            said.append(line.text)
+
+    try:
+        assert run_local(job, show)[0] == "Finished"
+    except JobError as error:
+        return said, str(error)
+    return said, ""
+
+
+def test_g3_the_run_says_what_is_in_quarantine(tmp_path: Path) -> None:
+    """G3: the sentences name the step and the samples, at the end their number.  The control: with "skip" nothing is in quarantine."""
+    _, sample = drawn_by(tmp_path, 3, Layout(1, 1), 0)
+    said, error = local(spiky(tmp_path / "one", {sample: math.nan}, steps=4))
+    (skipped,) = [text for text in said if "is skipped" in text]
+    assert skipped.startswith("step 3 is skipped") and skipped.endswith(" are in quarantine from now on") and str(sample) in skipped
+    assert said[-1] == "1 step was skipped, because no finite gradient came: 3; 2 samples are in quarantine" and not error
+    said, _ = local(spiky(tmp_path / "two", {sample: math.nan}, steps=4, spikes={"action": "skip"}))
+    assert not any("quarantine" in text for text in said) and said[-1].endswith("came: 3")
+
+
+def test_g1_a_branch_keeps_the_quarantine(tmp_path: Path) -> None:
+    """G1: a branch with another window begins to fill that one, and keeps the quarantine.  The control: one with "none" forgets it."""
+    _, sample = drawn_by(tmp_path, 3, Layout(1, 1), 0)
+    for action, window, again in (("quarantine", 20, 0), ("none", 8, 1)):
+        job = spiky(tmp_path / action, {sample: math.nan}, steps=4)
+        local(job)
+        wider, said = job.replace(steps=8, spikes={"action": action, "window": window}), list[str]()
+        launch(wider, local=True, branch=True, show=lambda line, said=said: said.append(line.text) if isinstance(line, Sentence) else None)
+        newest = Run.open(wider).newest()
+        assert newest is not None and newest.step == 8
+        assert len([text for text in said if "is skipped" in text]) == again
+        if action != "none":
+            assert kept(wider, newest, HISTORY)[:, 0].tolist() == [0] * 16 + [1] * 4
+            assert kept(wider, newest, QUARANTINE)[:3, 1].tolist() == [4, 4, 0]
+
+
+def test_more_than_half_of_the_data_may_not_be_in_quarantine(tmp_path: Path) -> None:
+    """Five of ten samples may be; the sixth ends the run, in a sentence.  A sample is listed once."""
+    job = spiky(tmp_path, {})
+    spikes = Spikes(job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)})
+
+    def commit(step: int, *bad: int) -> Outcome:
+        return Outcome(step, 1, math.nan, (math.nan, 1.0), (1, 1), (bad, (9,)), False)
+
+    for step, bad in ((1, (0, 1)), (2, (2, 2, 3, 4))):
+        outcome = spikes.judged(commit(step, *bad), 10)
+        spikes.after(outcome)
+    assert spikes.quarantined == {0: 2, 1: 2, 2: 3, 3: 3, 4: 3}
+    with pytest.raises(DataError, match=r"with step 3 6 samples would be in quarantine, and at most 5 of the 10 may be; clean the data"):
+        spikes.judged(commit(3, 5), 10)
+    assert spikes.judged(commit(3, 5), 12).quarantined == (5,), "the control"

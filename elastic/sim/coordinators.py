@@ -8,6 +8,7 @@ coordinators at once, and the old one acts as long as its authority allows it.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastic.control import codec
@@ -185,6 +186,7 @@ class Coordinators:
         begun = RunState.begin(
             incarnation, sim.clock.now + self.ahead_s, run.history.saved, known, run.next_generation - 1, run.members.next_worker
         )
+        begun = replace(begun, skips=run.skips.resume(begun.step))
         self.in_bucket.create([Record(self.in_bucket.end, begun)], incarnation)
         self._begin(Read(begun, (), True), incarnation, sim.clock.now, follows=False)
         sim.clock.after(0.0, self.present.tick)

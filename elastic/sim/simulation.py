@@ -18,6 +18,7 @@ from elastic.sim.coordinators import Coordinators
 from elastic.sim.network import Network
 from elastic.sim.oracle import Oracle
 from elastic.sim.scenario import Scenario
+from elastic.sim.spikes import Spikes
 from elastic.sim.strikes import Strikes
 from elastic.sim.violation import Violation
 from elastic.sim.world import World
@@ -76,6 +77,7 @@ class Simulation:
         self.stop_asked = False
         self.coordinators = Coordinators(self, advance)
         self.oracle = Oracle(self)
+        self.spikes = Spikes(self)
         self.cluster = Cluster(self)
         self.strikes = Strikes(self)
 
@@ -107,6 +109,7 @@ class Simulation:
             self.coordinators.resume()
             self._until_the_end()
         self.oracle.judge_ledger(self.coordinators.present.run)
+        self.spikes.judge(self.coordinators.present.run)
         return self.state_name
 
     def _ask_to_stop(self) -> None:

@@ -66,9 +66,10 @@ class World:
         behind = any(each.behind for each in records)
         saves = is_saved(boundary, max(each.save for each in records), behind)
         seldom = step // 7 % 4 if self.generation % 3 == 0 else 0  # for some steps, members ask for fewer copies
-        self.outcomes[step] = Outcome(
+        outcome = Outcome(
             step, self.generation, 1.0, (mark,), (1,), ((step,),), True, boundary, copied, buddied, behind, seldom, seldom + 1, saves
         )
+        self.outcomes[step] = self.sim.spikes.seen(self.plan, outcome)
         self.completed_at[step] = clock.now
         for name in self.plan.members:
             delay_s = 0.02 + (0.05 if rng.random() < 0.8 else 0.6) * rng.random()

@@ -16,7 +16,7 @@ from tests.train.test_spikes import WINDOW, drawn_by, read, spiky
 @pytest.mark.full
 def test_g1_g3_on_a_cluster_with_kills_after_a_skipped_step(tmp_path: Path) -> None:
     """G1, G3: one document has no number for a loss, and another one has a spike.  A worker is killed between the commit and the update of
-    the first step, and one that may be alone in the next world's first step, so that copies and other members hand the memory on.  The
+    the first one's step, and rank 0 in the next world's first step, so that another member or copies hand the memory on.  The
     weights are those of a run without Ray; both documents are read until their step, and no more.  The control: without the quarantine,
     the run ends with other weights.
     """

@@ -146,7 +146,9 @@ def _add_data(parsers: Any) -> None:
     prepare.add_argument("--suffix", action="append", help="suffix of the files to read (default: .txt .md .rst .py .jsonl .parquet)")
     prepare.add_argument("--text-field", default="text", help="field of JSON lines and parquet that holds the text (default: text)")
     tokenizer = prepare.add_mutually_exclusive_group()
-    tokenizer.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json of Hugging Face (default: the bytes of the text)")
+    tokenizer.add_argument(
+        "--tokenizer", metavar="PATH", help="a tokenizer.json of Hugging Face, or its folder (default: the bytes of the text)"
+    )
     tokenizer.add_argument("--train-bpe", metavar="VOCABULARY", type=int, help="train a byte-level BPE with this many entries on the text")
     prepare.add_argument(
         "--end-of-document", metavar="TOKEN", help="token at the end of a document (default: the tokenizer's own, such as </s>)"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.data.sources import SUFFIXES, Document, documents, text_files
-from elastic.data.tokenizer import Bytes, Encoder, Trained, read_definition, train_bpe
+from elastic.data.tokenizer import Bytes, Encoder, Trained, read_tokenizer, train_bpe
 from elastic.errors import DataError
 from storage.datasets import Description, write_dataset
 from storage.documents import digest_of
@@ -61,10 +61,10 @@ def prepare(
 ) -> Summary:
     """Writes the text in ``source`` (folders, files or URLs) as a dataset at the URL or folder ``destination``.
 
-    The tokens are the bytes of the text by default.  ``tokenizer`` is the path of a tokenizer.json to use instead; ``bpe`` is the
-    largest number of entries of a BPE tokenizer to train on the text; ``end_of_document`` is the token that ends documents, if one of these
-    is used.  About the part ``held_out`` of the documents goes to a dataset of its own, in a folder below.  ``unique`` leaves out
-    documents whose text came before.  Preparing the same text again changes nothing and is no error.
+    The tokens are the bytes of the text by default.  ``tokenizer`` is the path of a tokenizer.json to use instead, or of a folder with one;
+    ``bpe`` is the largest number of entries of a BPE tokenizer to train on the text; ``end_of_document`` is the token that ends documents,
+    if one of these is used.  About the part ``held_out`` of the documents goes to a dataset of its own, in a folder below.  ``unique``
+    leaves out documents whose text came before.  Preparing the same text again changes nothing and is no error.
 
     Raises :class:`DataError` if there is no text, if some of it cannot be read, or if another dataset is there already; then nothing
     new is left behind, but perhaps what was held out.
@@ -103,7 +103,7 @@ def _written(store: ObjectStore, encoder: Encoder, texts: Iterator[Document], he
 
 def _encoder(texts: Callable[[], Iterator[Document]], tokenizer: str | Path | None, bpe: int | None, end: str | None) -> Encoder:
     if tokenizer is not None:
-        return Trained(read_definition(tokenizer), str(tokenizer), end)
+        return read_tokenizer(tokenizer, end)
     if bpe is not None:
         return Trained(train_bpe(texts(), bpe), "the trained tokenizer", end)
     return Bytes()

@@ -128,7 +128,13 @@ def _rows(file: TextFile, field: str) -> Iterator[Document]:
 
 
 def _checked(text: bytes, file: TextFile) -> bytes:
-    """Returns ``text``.  Raises :class:`DataError` unless it is UTF-8."""
+    """Returns ``text``.  Raises :class:`DataError` unless it is UTF-8.
+
+    Letters in UTF-16 are valid UTF-8, too, with a zero after each; so no text has zeros in more than a quarter of its bytes.
+    """
+    if text.count(0) * 4 > len(text):
+        line = text.count(b"\n", 0, text.index(0)) + 1
+        raise DataError(f"{file.place}, line {line}: many bytes are 0x00, as in UTF-16; convert the file to UTF-8, or leave it out")
     try:
         text.decode()
     except UnicodeDecodeError as error:

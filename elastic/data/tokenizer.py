@@ -9,6 +9,7 @@ The library ``tokenizers`` encodes a few megabytes at a time, in order and on al
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Names of the end-of-document token in well-known tokenizers, tried in this order."""
+DEFINITION = "tokenizer.json"
+CONFIGURATIONS = ("tokenizer_config.json", "special_tokens_map.json")
+"""Names of the files beside a tokenizer.json that may name its ``eos_token``, in this order."""
 BATCH_BYTES = 4 * 2**20
 """Size of the text in bytes that the library encodes at once, on all cores."""
 SMALLEST = 257
@@ -114,12 +118,44 @@ def train_bpe(documents: Iterable[Document], vocabulary: int) -> bytes:
     return str(tokenizer.to_str(pretty=True)).encode()
 
 
-def read_definition(path: str | Path) -> bytes:
-    """Returns the bytes of a tokenizer.json.  Raises :class:`DataError` if it cannot be read."""
+def read_tokenizer(path: str | Path, end: str | None = None) -> Trained:
+    """Returns the encoder of a tokenizer.json, or of a folder with one, as `save_pretrained` and the Hugging Face hub have it.
+
+    Documents end with ``end``.  Without it a folder says by itself which token that is, its ``eos_token``.  Raises :class:`DataError` if
+    the tokenizer cannot be read, or has no such token.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return Trained(_read(path, "give a tokenizer.json file, or a folder with one"), str(path), end)
+    place = path / DEFINITION
+    if not place.exists():
+        there = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
+        raise DataError(
+            f"--tokenizer {str(path)!r} is a folder without {DEFINITION} ({there}); an older form becomes one by "
+            f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained(FOLDER) of transformers"
+        )
+    return Trained(_read(place, "give another folder"), str(place), end or _told_end(path))
+
+
+def _told_end(folder: Path) -> str | None:
+    """Returns the ``eos_token`` of a tokenizer's folder, or None if no file of it names one."""
+    for name in CONFIGURATIONS:
+        if (folder / name).exists():
+            try:
+                told = json.loads(_read(folder / name, "mend it, or give the tokenizer.json alone"))["eos_token"]
+                return str(told["content"] if isinstance(told, dict) else told) if told is not None else None
+            except KeyError:
+                continue
+            except (ValueError, TypeError) as error:
+                raise DataError(f"{folder / name} is no description of a tokenizer: {error}; mend it, or give {DEFINITION} alone") from None
+    return None
+
+
+def _read(path: Path, fix: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return path.read_bytes()
     except OSError as error:
-        raise DataError(f"--tokenizer {str(path)!r} cannot be read: {error.strerror}; give a tokenizer.json file") from None
+        raise DataError(f"--tokenizer {str(path)!r} cannot be read: {error.strerror}; {fix}") from None
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -180,6 +180,37 @@ def test_show_reads_back_bytes(tmp_path: Path) -> None:
     assert Coding("bytes", 257, 256) == encoder_of(ObjectStore.open(str(tmp_path / "out")), Bytes.coding).coding
 
 
+# ---- a folder as the hub has it
+
+
+@pytest.mark.parametrize("kept_in", ["tokenizer_config.json", "special_tokens_map.json", "added", "nowhere"])
+def test_the_folder_of_a_published_tokenizer_says_how_documents_end(tmp_path: Path, kept_in: str) -> None:
+    """The judge is transformers, which also writes the folder.  The control: the file alone takes the first name that it knows."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words("</s>", "stop", "a", "b"), eos_token="stop")
+    tokenizer.save_pretrained(tmp_path / "t")
+    config = tmp_path / "t" / "tokenizer_config.json"
+    told = json.loads(config.read_text())
+    assert told["eos_token"] == "stop"
+    if kept_in == "added":  # a form of older releases
+        config.write_text(json.dumps(told | {"eos_token": {"content": "stop", "lstrip": False, "special": True, "__type": "AddedToken"}}))
+    elif kept_in != "tokenizer_config.json":
+        config.write_text(json.dumps({name: value for name, value in told.items() if name != "eos_token"}))
+    if kept_in == "special_tokens_map.json":
+        (tmp_path / "t" / kept_in).write_text(json.dumps({"eos_token": "stop"}))
+    (tmp_path / "a.txt").write_text("a b a")
+    prepare(tmp_path / "a.txt", str(tmp_path / "out"), tokenizer=tmp_path / "t")
+    files = TokenFiles(ObjectStore.open(str(tmp_path / "out")))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
+    end = 0 if kept_in == "nowhere" else theirs.eos_token_id
+    assert files.read(0, files.description.tokens).tolist() == [*theirs("a b a", add_special_tokens=False)["input_ids"], end]
+    assert files.description.end_of_document == end == (0 if kept_in == "nowhere" else 1)
+    prepare(tmp_path / "a.txt", str(tmp_path / "alone"), tokenizer=tmp_path / "t" / "tokenizer.json")
+    assert TokenFiles(ObjectStore.open(str(tmp_path / "alone"))).description.end_of_document == 0
+    prepare(tmp_path / "a.txt", str(tmp_path / "named"), tokenizer=tmp_path / "t", end_of_document="b")
+    assert TokenFiles(ObjectStore.open(str(tmp_path / "named"))).description.end_of_document == 3
+
+
 # ---- refused
 
 
@@ -201,14 +232,30 @@ def test_text_that_is_not_utf8_is_named_and_nothing_is_left(tmp_path: Path, how:
         ({"tokenizer": "absent.json"}, r"^--tokenizer 'absent\.json' cannot be read: No such file or directory; give a tokenizer\.json"),
         ({"tokenizer": "bad.json"}, r"^bad\.json is no tokenizer\.json: "),
         ({"tokenizer": "endless.json"}, r"^endless\.json has no token <\|endoftext\|> or .* to end documents with; name one with --end"),
+        (
+            {"tokenizer": "slow"},
+            r"^--tokenizer 'slow' is a folder without tokenizer\.json \(vocab\.txt\); an older form becomes one by Auto",
+        ),
+        ({"tokenizer": "broken"}, r"^broken/tokenizer_config\.json is no description of a tokenizer: .*; mend it, or give tokenizer\.json"),
+        ({"tokenizer": "other"}, r"^other/tokenizer\.json has no token stop to end documents with; name one with --end-of-document"),
         ({"tokenizer": "endless.json", "end_of_document": "stop"}, r"^endless\.json has no token stop to end documents with"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object], sentence: str) -> None:
     monkeypatch.chdir(write_texts(tmp_path, {"a.txt": "text", "bad.json": "{}", "endless.json": words("a").to_str()}))
+    write_texts(tmp_path, {f"{name}/tokenizer.json": words("a").to_str() for name in ("broken", "other")} | {"slow/vocab.txt": "a"})
+    write_texts(tmp_path, {"broken/tokenizer_config.json": "{", "other/tokenizer_config.json": json.dumps({"eos_token": "stop"})})
     with pytest.raises(DataError, match=sentence):
         prepare("a.txt", "out", **given)  # type: ignore[arg-type]
     assert not Path("out").exists()
+
+
+def test_a_file_in_utf16_is_named(tmp_path: Path) -> None:
+    """Without a byte order mark its bytes are valid UTF-8, with zeros between the letters."""
+    (tmp_path / "a.txt").write_bytes("one\ntwo".encode("utf-16-le"))
+    with pytest.raises(DataError, match=r"a\.txt, line 1: many bytes are 0x00, as in UTF-16; convert the file to UTF-8"):
+        prepare(tmp_path / "a.txt", str(tmp_path / "out"))
+    assert ObjectStore.open(str(tmp_path / "out")).list() == []
 
 
 WITHOUT = """

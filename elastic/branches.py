@@ -13,35 +13,45 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.config.values import Change, change_at
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import BEFORE, Job
+from elastic.plan.stretches import Stretch, Stretches, ended
 from storage.documents import seal, unseal
 from storage.errors import Missing
 from storage.objects import ObjectStore
 
 FORMAT = 1
-DATA_POSITION = ("seed", "global_batch", "batch_ramp", "data.sampling")
-"""The settings that say which samples a step has.  With other values, samples would be left out or repeated."""
+
+
+class Branch(NamedTuple):
+    """A branch of a run, the newest one if nothing else is said: its job as it is stored, and what the steps before it draw."""
+
+    job: dict[str, Any]
+    earlier: Stretches = ()
+
+
+def newest(store: ObjectStore, name: str) -> Branch | None:
+    """Returns the newest branch of the run of that name, or None if there is no such run."""
+    if number := _newest(store, name):
+        return _of(_read(store, name, number))
+    with suppress(Missing):
+        return _begun(store, name)
+    return None
 
 
 def stored(store: ObjectStore, name: str) -> dict[str, Any] | None:
     """Returns the job of the newest branch as the run of that name has stored it, or None if there is no such run."""
-    if number := _newest(store, name):
-        found: dict[str, Any] = _read(store, name, number)["job"]
-        return found
-    with suppress(Missing):
-        return first(store, name)
-    return None
+    found = newest(store, name)
+    return None if found is None else found.job
 
 
 def first(store: ObjectStore, name: str) -> dict[str, Any]:
     """Returns the job with which the run began."""
-    found: dict[str, Any] = json.loads(store.get(f"{name}/job.json"))["job"]
-    return found
+    return _begun(store, name).job
 
 
 def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
@@ -49,11 +59,11 @@ def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
     return [_read(store, name, number) for number in range(2, _newest(store, name) + 1)]
 
 
-def at(store: ObjectStore, name: str, version: Version) -> dict[str, Any]:
-    """Returns the job of the branch of which ``version`` is."""
+def at(store: ObjectStore, name: str, version: Version) -> Branch:
+    """Returns the branch of which ``version`` is."""
     later = (each for each in reversed(every(store, name)) if version.generation > max(each.get("until", 0), each["generation"]))
-    found: dict[str, Any] | None = next((each["job"] for each in later), None)
-    return first(store, name) if found is None else found
+    found = next(later, None)
+    return _begun(store, name) if found is None else _of(found)
 
 
 def abandoned(every: Iterable[Mapping[str, Any]], version: Version) -> bool:
@@ -63,7 +73,7 @@ def abandoned(every: Iterable[Mapping[str, Any]], version: Version) -> bool:
 
 def change_of(setting: str) -> Change:
     """Returns what another value of ``setting`` does to a run that has begun: what :func:`check` says of it."""
-    return Change.REFUSED if setting.startswith(DATA_POSITION) else change_at(Job, setting.partition("[")[0])
+    return change_at(Job, setting.partition("[")[0])
 
 
 def changed(job: Job, found: Job) -> dict[str, tuple[Any, Any]]:
@@ -78,19 +88,22 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
     """Raises :class:`JobError` unless the run of ``found`` may go on with ``job``, and a branch was asked for."""
     differs = changed(job, found)
     refused = [key for key in differs if Job.refuses(key)]
-    moved = [key for key in differs if key.startswith(DATA_POSITION)]
+    parts, there = len(job.data.weights), len(found.data.weights)
     holds = f"bucket = {job.bucket!r} holds a run {job.name!r} of another job ({_shown(differs)})"
     other = "to begin at step 0 choose another name; to continue that run use its settings"
     if refused:
         raise JobError(f"{holds}; the state of that run does not fit another value of {', '.join(refused[:4])}; {other}")
-    if moved:
-        raise JobError(f"{holds}; with another value of {', '.join(moved[:4])} it would leave out samples, or repeat them; {other}")
+    if parts != there:  # the place in a pool of samples says nothing of places in parts
+        raise JobError(
+            f"{holds}; data.weights may have other values from here on, but not {parts or 'no'} instead of {there or 'no'}: samples would "
+            f"be left out, or repeated; {other}"
+        )
     if not asked:
         raise JobError(f"{holds}; another value would change the weights from here on; {other}, or go on with these by --branch")
 
 
 def begin(store: ObjectStore, job: Job, found: Job, version: Version, now: float, *, until: int = 0, claim: int = 0) -> str:
-    """Writes the next branch, which goes on from ``version``, and returns the sentence that says so.
+    """Writes the next branch, which goes on from ``version``, and returns the sentence that says so.  ``found`` is the run's job.
 
     What the generations up to ``until`` committed after it is abandoned.  ``claim`` is the newest claim of the run until then.
 
@@ -106,6 +119,7 @@ def begin(store: ObjectStore, job: Job, found: Job, version: Version, now: float
         "until": until,
         "claim": claim,
         "changed": {key: list(pair) for key, pair in differs.items()},
+        "earlier": [each.to_json() for each in ended(found.stretches(), version.step)],
         "job": json.loads(job.to_json()),
     }
     store.put_if_absent(_key(job.name, number), seal(about))
@@ -123,6 +137,15 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _shown(differs: Mapping[str, tuple[Any, Any]], there: str = " there and ", here: str = " here") -> str:
     return ", ".join(f"{key} = {before!r}{there}{after!r}{here}" for key, (before, after) in list(differs.items())[:4])
+
+
+def _begun(store: ObjectStore, name: str) -> Branch:
+    """Returns branch 1.  Raises :class:`Missing` if there is no such run."""
+    return _of(json.loads(store.get(f"{name}/job.json")))
+
+
+def _of(document: Mapping[str, Any]) -> Branch:
+    return Branch(document["job"], tuple(Stretch.from_json(each) for each in document.get("earlier", ())))
 
 
 def _newest(store: ObjectStore, name: str) -> int:

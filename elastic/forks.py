@@ -96,7 +96,8 @@ def begin(store: ObjectStore, job: Job, origin: Origin, changed: dict[str, Any])
     with suppress(Missing, Exists):  # the same samples
         store.put_if_absent(f"{job.name}/data.json", store.get(f"{origin.run}/data.json"))
     came = {"run": holder.run, "step": origin.version.step, "generation": origin.version.generation, "changed": changed}
-    store.put_if_absent(f"{job.name}/job.json", document(job, origin=came))
+    earlier = [each.to_json() for each in job.stretches()[:-1]]
+    store.put_if_absent(f"{job.name}/job.json", document(job, origin=came, earlier=earlier))
 
 
 def document(job: Job, **more: Any) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, Field, JsonValue, PrivateAttr, ValidationError, model_validator
 
 from elastic.config.agreement import disagreements
 from elastic.config.command_line import COMMAND_LINE, read_options
@@ -67,6 +67,7 @@ from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout, LayoutRule, table
 from elastic.plan.ramp import Batches
 from elastic.plan.retention import Keep
+from elastic.plan.stretches import Stretch, Stretches, batches, followed
 from elastic.protocol.copy_schedule import due
 
 NUMERICS = 3
@@ -177,6 +178,8 @@ class Job(Part):
     deadlines: Deadlines = Deadlines()
     faults: Free[tuple[Fault, ...]] = ()
     """Faults of a chaos test."""
+    _earlier: Stretches = PrivateAttr(())
+    """The stretches before the newest branch of the run.  They are no setting: the branch has them (``after``)."""
 
     if not TYPE_CHECKING:  # type checkers keep the typed constructor
 
@@ -215,7 +218,13 @@ class Job(Part):
 
     def replace(self, **settings: Any) -> Job:
         """Returns the job with other values for some of its settings, checked again.  A setting that was left out stays so."""
-        return Job(**{name: getattr(self, name) for name in self.model_fields_set} | settings)
+        return Job(**{name: getattr(self, name) for name in self.model_fields_set} | settings).after(self._earlier)
+
+    def after(self, earlier: Stretches) -> Job:
+        """Returns the job as that of a branch, before whose first step the run had these stretches."""
+        made = self.model_copy()
+        made._earlier = earlier
+        return made
 
     def in_stage(self, zero: int | None) -> Job:
         """Returns the job with another stage of ZeRO; with None it is the same."""
@@ -271,7 +280,9 @@ class Job(Part):
         """Returns the code that the job names, as ``pkg.module:name``."""
         optimizer = (self.optim.kind,) if ":" in self.optim.kind else ()
         validated = (self.validation.dataset,) if self.validation.every and self.validation.dataset else ()
-        return (self.model, self.loss, self.data.dataset, *optimizer, *validated)
+        parts = self.data.args.get("parts")  # of a mixture
+        mixed = (each.get("dataset") for each in parts if isinstance(each, dict)) if isinstance(parts, list) else ()
+        return (self.model, self.loss, self.data.dataset, *optimizer, *validated, *(each for each in mixed if isinstance(each, str)))
 
     @property
     def microbatches(self) -> int:
@@ -302,9 +313,15 @@ class Job(Part):
         """True if the state lives in the memory of the node."""
         return self.offload != "none"
 
+    def stretches(self) -> Stretches:
+        """Returns the rules by which all steps of the run draw their samples, also those before its newest branch."""
+        ramp, data = self.batch_ramp, self.data
+        own = Stretch(0, self._batch(), ramp.start, ramp.increment, ramp.samples, self.seed, data.sampling, data.weights)
+        return followed(self._earlier, own)
+
     def batches(self) -> Batches:
         """Returns the number of samples of each step."""
-        return Batches(self._batch(), **self.batch_ramp.model_dump())
+        return batches(self.stretches())
 
     def _batch(self) -> int:
         assert self.global_batch != "all", "launch() puts a number in its place"
@@ -389,7 +406,7 @@ _NOT_THE_TRAJECTORY: Any = {"name": True, **free_settings(Job)}
 The name only says which run it is.  ``data.args`` are free, because the fingerprint of the samples is compared instead (``Run.trains_on``).
 """
 _LATER: dict[str, dict[str, Any]] = {
-    "data": {"group_by_length": False},
+    "data": {"weights": [], "group_by_length": False},
     "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled", "moments": "model"},
     "schedule": {"decay_steps": 0},
     "batch_ramp": {"start": 0, "increment": 0, "samples": 0},

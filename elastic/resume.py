@@ -11,6 +11,7 @@ from elastic.errors import JobError
 from elastic.forks import Origin
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.plan.stretches import ended
 from elastic.protocol import lineage
 from elastic.report.metrics import version_of
 from elastic.runs import Run
@@ -132,15 +133,16 @@ def _fork(job: Job, name: str, which: str) -> Start:
     version = checkpoint(other, which)
     if not version.step:
         raise JobError(f"--resume {name}@0: nothing was done by then; leave --resume out to begin at step 0")
-    stored = branches.at(other.store, name, version)
-    job = job.going_on(stored)
-    found = job.begun_as(stored)
+    branch = branches.at(other.store, name, version)
+    job = job.going_on(branch.job)
+    found = job.begun_as(branch.job).after(branch.earlier)
     try:
         branches.check(job.replace(name=name), found, asked=True)
     except JobError as error:
         raise JobError(f"--resume {name}@{which}: {error}") from None
     if version.step > job.steps:
         raise JobError(f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; ask for more steps")
+    job = job.after(ended(found.stretches(), version.step))
     return Start(job, origin=Origin(name, version), changed={key: list(pair) for key, pair in branches.changed(job, found).items()})
 
 

@@ -104,9 +104,9 @@ class Run:
         Raises :class:`JobError` if the folder has another trajectory's run.  With ``branch`` it may differ in settings that can change.
         """
         store = ObjectStore.open(job.bucket)
-        if (stored := branches.stored(store, job.name)) is not None:
-            job = job.going_on(stored)
-            found = job.begun_as(stored)
+        if (there := branches.newest(store, job.name)) is not None:
+            job = job.going_on(there.job).after(there.earlier)
+            found = job.begun_as(there.job)
             if found.digest != job.digest:
                 branches.check(job, found, asked=branch)
         return cls(job, store)
@@ -117,10 +117,10 @@ class Run:
         Returns the sentence that says so; it is "" if there is nothing to change.  Raises :class:`JobError` if the run has gone further
         than the job, and :class:`Exists` if another command has begun a branch.
         """
-        stored = branches.stored(self.store, self.job.name)
-        if stored is None:
+        there = branches.newest(self.store, self.job.name)
+        if there is None:
             return ""
-        found, known, claim = self.job.begun_as(stored), self.standing(0, 0.0), self.latest_claim()
+        found, known, claim = self.job.begun_as(there.job).after(there.earlier), self.standing(0, 0.0), self.latest_claim()
         newest = max(known.history.saved, default=Version(0, 0))
         version = newest if at is None else at
         if found.digest == self.job.digest and version == newest:
@@ -133,8 +133,8 @@ class Run:
     def find(cls, job: Job) -> Run:
         """Returns the run in order to read it, whatever ``job`` says of its trajectory."""
         store = ObjectStore.open(job.bucket)
-        stored = branches.stored(store, job.name)
-        return cls(job if stored is None else job.begun_as(stored), store)
+        there = branches.newest(store, job.name)
+        return cls(job if there is None else job.begun_as(there.job).after(there.earlier), store)
 
     @classmethod
     def begun(cls, job: Job) -> Run:

@@ -448,7 +448,7 @@ TRAJECTORY = {
     "recompute": "block",
     "activations": "int8",
     "loss_scale": 2.0,
-    "data": Data(group_by_length=True),
+    "data": Data(weights=(1.0,), group_by_length=True),
     "optim": Optim(lr=1),
     "schedule": Schedule(warmup_steps=1),
     "batch_ramp": BatchRamp(start=4, increment=4, samples=100),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from elastic.plan.mixture import MOST_TURNS, shares
+
 if TYPE_CHECKING:
     from elastic.config.sections import Deadlines, Optim
     from elastic.job import Job
@@ -36,8 +38,8 @@ def disagreements(job: Job) -> Iterator[str]:
             "data.group_by_length = true with compile = true and reproducible = true: what is compiled for a length depends on which "
             "lengths a process has seen before; leave one of the three out"
         )
-    yield from _schedule(job)
-    yield from _ramp(job)
+    for more in (_schedule, _ramp, _weights):
+        yield from more(job)
     yield from _unused(job.optim)
     if job.parallel.zero == 0 and (job.parallel.dp_shard not in (1, "auto") or job.parallel.min_shard > 1):
         cut = "dp_shard" if job.parallel.dp_shard != "auto" else "min_shard"
@@ -139,6 +141,17 @@ def _schedule(job: Job) -> Iterator[str]:
         yield (
             f"schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are together more than steps = {steps}; lower them or "
             f"train longer"
+        )
+
+
+def _weights(job: Job) -> Iterator[str]:
+    """Yields a sentence for weights of a mixture by which nothing can be drawn."""
+    if job.data.weights and not any(job.data.weights):
+        yield f"data.weights = {list(job.data.weights)}: at least one part of a mixture must have a weight above 0; give it one"
+    if (turns := sum(whole := shares(job.data.weights))) > MOST_TURNS:
+        yield (
+            f"data.weights = {list(job.data.weights)} are {' : '.join(map(str, whole))} in whole numbers, whose sum is {turns} and "
+            f"may be {MOST_TURNS}; round them to four digits or fewer that add up to 1"
         )
 
 

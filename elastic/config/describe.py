@@ -25,7 +25,7 @@ Every setting of a job: in `job.toml`, as an option after the file (`--workers.m
   another number of threads or GPUs makes workers of another kind, which may add in another order.
 - **branch**: the setting changes the weights from here on.  The run goes on with another value if `elastic train --branch` asks for it.
   Write the new value into the job file, too.
-- **refused**: the state of the run does not fit another value, or the value says which samples a step has, or which run it is."""
+- **refused**: the state of the run does not fit another value, or the value says which run it is."""
 
 
 def meaning_of(described: Any) -> str:
@@ -53,7 +53,8 @@ def kinds_of(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
             return ["table"]
         case origin if origin is tuple:
             first, *others = get_args(annotation)
-            return ["list of tables" if section_of(first) else f"list of {1 + len(others)} × {kinds_of(first)[0]}"]
+            number = "" if others == [...] else f"{1 + len(others)} × "
+            return ["list of tables" if section_of(first) else f"list of {number}{kinds_of(first)[0]}"]
     if annotation is bool:
         return ["`true`", "`false`"]
     limits = [limit for each in metadata for limit in getattr(each, "metadata", [each])]

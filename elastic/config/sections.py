@@ -41,6 +41,10 @@ class Data(Part):
     """Arguments of that class.  Data may be moved: a run remembers only the fingerprint of its samples, and refuses other samples."""
     sampling: Branch[Literal["permutation", "with_replacement"]] = "permutation"
     """Order of the samples: ``permutation`` draws each once in an epoch, ``with_replacement`` draws each time from all."""
+    weights: Branch[tuple[Annotated[Number, Field(ge=0)], ...]] = ()
+    """Samples that each part of a mixture gives in proportion to the others (``elastic.data.mixture:Mixture``), exact to one sample at
+    any time.  Each part then has its own epochs.  Empty: the samples of all parts are one dataset, each once an epoch.
+    """
     group_by_length: Branch[Flag] = False
     """``true`` cuts a step into microbatches by the lengths of its samples, the longest first, so that there is less padding and workers
     wait less for each other.  The dataset then also has ``lengths(ids)``.

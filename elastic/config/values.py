@@ -30,7 +30,7 @@ class Change(StrEnum):
     FREE = "free"
     """The run goes on: the setting does not define its trajectory."""
     BRANCH = "branch"
-    """The setting changes the weights from here on: another value belongs to a run of another name, which begins at step 0."""
+    """The setting changes the weights from here on: another value begins a branch of the run, if the user asks for one."""
     REFUSED = "refused"
     """The state of the run does not fit another value, or the value says which run it is."""
 

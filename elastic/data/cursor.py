@@ -7,6 +7,14 @@ column) of a slot in a grid just larger than n; a result outside of n is permute
 "Ciphers with Arbitrary Finite Domains", method 3).  So every epoch contains each sample exactly once, and the samples of any step take a
 few hashes.  This costs about 10 µs a sample, outside of the training thread.
 
+A run may be cut into stretches (``plan/stretches.py``).  Each goes on at the position at which the one before ends, whatever its batch.
+With another seed, the samples that are left of the epoch are permuted once more, and later epochs have the permutations of that seed.
+Another ``sampling`` counts from the next beginning of an epoch on, since an epoch is either a permutation or not.  So every permuted
+epoch contains each sample exactly once, also if changes fall into it.
+
+In a mixture each part has a sequence of its own, with its own epochs, and the weights say whose turn it is (``plan/mixture.py``).  Other
+weights take up the sequence of each part where it stands.
+
 The samples of a step may be put in order of their lengths, the longest first, before they are cut into microbatches.  Then a microbatch
 has samples of like length, and so have the microbatches that the data ranks run at the same time.  No other order of the step has less
 padding, or less waiting of ranks for each other in each round, whatever their number: a sum of maxima over groups of one size is least if
@@ -21,10 +29,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from operator import attrgetter
+from typing import NamedTuple
 
+from elastic.errors import JobError
+from elastic.plan.mixture import Deal, shares
 from elastic.plan.ramp import Batches
+from elastic.plan.stretches import Stretches, batches
 
 ROUNDS = 8
 """Rounds of the Feistel network.  Four are enough for a large range; a small range needs more to look random, and a round is cheap."""
@@ -38,6 +53,15 @@ Lengths = Callable[[tuple[int, ...]], Sequence[int]]
 """Returns the lengths of samples, in their order."""
 
 
+class Draw(NamedTuple):
+    """The rule by which samples are drawn from position ``since`` on."""
+
+    since: int
+    seed: int
+    sampling: str
+    weights: tuple[float, ...] = ()
+
+
 class Cursor:
     """Names the samples of every step.
 
@@ -46,22 +70,61 @@ class Cursor:
     """
 
     def __init__(
-        self, samples: int, global_batch: int | Batches, seed: int, sampling: str = "permutation", lengths: Lengths | None = None
+        self,
+        samples: int,
+        global_batch: int | Batches,
+        seed: int,
+        sampling: str = "permutation",
+        lengths: Lengths | None = None,
+        *,
+        draws: Sequence[Draw] = (),
+        sizes: Sequence[int] = (),
     ) -> None:
+        """``draws`` are used in place of seed and sampling.  If they have weights, ``sizes`` are the lengths of the weighted parts."""
         self.batches = global_batch if isinstance(global_batch, Batches) else Batches(global_batch)
         self.global_batch = self.batches.final
         if samples < 1 or self.global_batch < 1:
             raise ValueError(f"samples = {samples} and global_batch = {self.global_batch} must both be at least 1")
-        if sampling not in SAMPLINGS:
-            raise ValueError(f"sampling = {sampling!r} must be one of {', '.join(SAMPLINGS)}")
-        self.samples, self.seed, self.sampling, self.lengths = samples, seed, sampling, lengths
+        draws = draws or (Draw(0, seed, sampling),)
+        for each in draws:
+            if each.sampling not in SAMPLINGS:
+                raise ValueError(f"sampling = {each.sampling!r} must be one of {', '.join(SAMPLINGS)}")
+        self.samples, self.lengths = samples, lengths
+        self._sequence = _Mixed(sizes, draws) if draws[0].weights else _Stream(samples, draws)
         self._by_length = lru_cache(maxsize=SORTED)(self._sorted)
         self.avoided: Mapping[int, int] = {}
+        self._seed = draws[0].seed
 
     def avoid(self, samples: Mapping[int, int]) -> None:
         """Replaces each of ``samples`` by another one, from the step on that it is given with.  At least one sample must be left."""
         self.avoided = dict(samples)
         self._by_length.cache_clear()
+
+    @classmethod
+    def of(cls, stretches: Stretches, samples: int, lengths: Lengths | None = None, sizes: Sequence[int] = ()) -> Cursor:
+        """Returns the cursor of a run with these stretches."""
+        steps, last = batches(stretches), stretches[-1]
+        firsts = (1, *(each.until + 1 for each in stretches[:-1]))
+        draws = [Draw(steps.before(first), each.seed, each.sampling, each.weights) for first, each in zip(firsts, stretches, strict=True)]
+        return cls(samples, steps, last.seed, last.sampling, lengths, draws=draws, sizes=sizes)
+
+    def microbatches(self, step: int, microbatch: int) -> int:
+        """Returns the number of microbatches of ``step``.
+
+        Raises :class:`JobError` if its samples cannot be cut so, which can only be in a step before the newest branch.
+        """
+        whole, rest = divmod(self.batches.of(step), microbatch)
+        if rest:
+            raise JobError(
+                f"microbatch = {microbatch}: step {step} is done again, from before this branch, and has {self.batches.of(step)} samples, "
+                f"which cannot be cut into such microbatches; set microbatch to a number that divides them, too, until step "
+                f"{self.batches.since} is past"
+            )
+        return whole
+
+    def some_ids(self, microbatch: int) -> tuple[int, ...]:
+        """Returns the sample ids of a microbatch with which code can be tried out: the first one of the newest branch."""
+        return self.microbatch_ids(self.batches.since + 1, 0, microbatch)
 
     def ids(self, step: int) -> tuple[int, ...]:
         """Returns the sample ids of ``step`` (from 1), in order.  A step that reaches the end of an epoch continues with the next one."""
@@ -87,7 +150,7 @@ class Cursor:
         """Returns ``sample``, or if it is avoided, the first one that is not of those that are drawn for its position."""
         attempts = itertools.count()
         while step >= self.avoided.get(sample, step + 1):
-            sample = _hash(_key(self.seed, "instead", position), 0, next(attempts)) % self.samples
+            sample = _hash(_key(self._seed, "instead", position), 0, next(attempts)) % self.samples
         return sample
 
     def _sorted(self, step: int) -> tuple[int, ...]:
@@ -98,10 +161,49 @@ class Cursor:
 
     def at(self, position: int) -> int:
         """Returns the sample id at ``position`` (from 0) of the endless stream."""
-        if self.sampling == "with_replacement":
-            return _hash(_key(self.seed, "draw"), 0, position) % self.samples
+        return self._sequence.at(position)
+
+
+class _Stream:
+    """The endless sequence of one dataset, or of one part of a mixture, which ``tag`` then tells from other parts."""
+
+    def __init__(self, samples: int, draws: Sequence[Draw], *tag: object) -> None:
+        self.samples, self.tag = samples, tag
+        self.draws = list({each.since: each for each in draws}.values())  # of several at one position the last one counts
+
+    def at(self, position: int) -> int:
         epoch, slot = divmod(position, self.samples)
-        return permuted(slot, self.samples, _key(self.seed, epoch))
+        begun, now = self._number(position - slot), self._number(position)
+        if self.draws[begun].sampling == "with_replacement":
+            return _hash(_key(self.draws[now].seed, *self.tag, "draw"), 0, position) % self.samples
+        for before, each in reversed(list(pairwise(self.draws[begun : now + 1]))):
+            if each.seed != before.seed:
+                first = each.since - epoch * self.samples
+                slot = first + permuted(slot - first, self.samples - first, _key(each.seed, *self.tag, epoch, first))
+        return permuted(slot, self.samples, _key(self.draws[begun].seed, *self.tag, epoch))
+
+    def _number(self, position: int) -> int:
+        return bisect_right(self.draws, position, key=attrgetter("since")) - 1
+
+
+class _Mixed:
+    """The endless sequence of a mixture.  The ids of a part follow those of the parts before it."""
+
+    def __init__(self, sizes: Sequence[int], draws: Sequence[Draw]) -> None:
+        self.deals, streams = list[Deal](), list[list[Draw]]([] for _ in sizes)
+        for draw in draws:
+            had, whole = self.deals[-1].before(draw.since) if self.deals else (0,) * len(sizes), shares(draw.weights)
+            if not self.deals or self.deals[-1].whole != whole:  # turns that go on stay exact
+                self.deals.append(Deal(draw.since, had, whole))
+            for each, since in zip(streams, had, strict=True):
+                each.append(draw._replace(since=since))
+        self.firsts = list(accumulate(sizes, initial=0))
+        self.streams = [_Stream(size, streams[part], "part", part) for part, size in enumerate(sizes)]
+
+    def at(self, position: int) -> int:
+        deal = self.deals[bisect_right(self.deals, position, key=attrgetter("since")) - 1]
+        part, place = deal.at(position)
+        return self.firsts[part] + self.streams[part].at(place)
 
 
 def permuted(slot: int, count: int, key: bytes) -> int:

@@ -161,14 +161,14 @@ class Loader:
         for step in itertools.count(reading.step):
             dealt = self._dealt(reading.deal, step)
             mine = [dealt.microbatch_of(round_, reading.data_rank) for round_ in range(dealt.rounds)]
-            if dealt.microbatches == self._final and not any(index is not None for index in mine):
+            if step >= self.cursor.batches.steady and not any(index is not None for index in mine):
                 return
             yield from (self._ids(step, index) for index in mine[first:] if index is not None)
             first = 0
 
     def _dealt(self, deal: Deal, step: int) -> Deal:
         """Returns the deal of the microbatches of ``step``."""
-        return deal.of(self.cursor.batches.of(step) // self.microbatch)
+        return deal.of(self.cursor.microbatches(step, self.microbatch))
 
     def _ids(self, step: int, index: int) -> Ids:
         return self.cursor.microbatch_ids(step, index, self.microbatch)

@@ -2,6 +2,9 @@
 
 The batch may grow while the run is young (Brown and others 2020, section 2.3; McCandlish and others 2018): from ``start`` by ``increment``
 up to the final batch.  Each size below the final one lasts for an equal share of the first ``samples`` samples.
+
+A branch of a run may have another rule from some step on.  The samples that its ramp counts are those of the whole run: a ramp that was
+over stays over, and a rule that is replaced by an equal one goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -13,12 +16,22 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Batches:
-    """The samples of each step.  Without a ``start`` all steps have ``final`` of them."""
+    """The samples of each step.  Without a ``start`` all steps have ``final`` of them.
+
+    With ``earlier``, the steps up to ``since`` are those of that rule.
+    """
 
     final: int
     start: int = 0
     increment: int = 1
     samples: int = 0
+    earlier: Batches | None = None
+    since: int = 0
+
+    @property
+    def steady(self) -> int:
+        """The step from which on all have ``final`` samples."""
+        return self._levels[-1][0]
 
     def of(self, step: int) -> int:
         """Returns the number of samples of ``step``, from 1."""
@@ -35,7 +48,8 @@ class Batches:
     @cached_property
     def _levels(self) -> list[tuple[int, int, int]]:
         """A size has its first step, the samples of all steps before, and itself."""
-        levels, step, consumed = list[tuple[int, int, int]](), 1, 0
+        levels = [level for level in self.earlier._levels if level[0] <= self.since] if self.earlier is not None else []
+        step, consumed = self.since + 1, self.earlier.before(self.since + 1) if self.earlier is not None else 0
         sizes = range(self.start, self.final, self.increment) if self.start else range(0)
         for number, size in enumerate(sizes, 1):
             left = number * self.samples - consumed * len(sizes)  # until the end of this share, times their number

@@ -42,7 +42,7 @@ def check_loss(session: Session, state: State) -> None:
 
 def _check(session: Session, state: State) -> None:
     job, world = session.job, state.world
-    read = session.loader.read(session.cursor.microbatch_ids(1, 0, job.microbatch_size))
+    read = session.loader.read(session.cursor.some_ids(job.microbatch_size))
     batch = {name: value.to(world.device) for name, value in read.items()}
     if job.microbatch_size == 1:
         batch = {name: torch.cat((value, value)) for name, value in batch.items()}

@@ -162,7 +162,7 @@ def _check_readers(job: Job, session: Session) -> list[str]:
     """Raises :class:`ModelError` if the model reads a weight that is held in fp8.  Returns a sentence if that cannot be found out."""
     if PRECISIONS[job.precision].fp8 is None or job.offloads:
         return []
-    batch = session.loader.read(session.cursor.microbatch_ids(1, 0, job.microbatch_size))
+    batch = session.loader.read(session.cursor.some_ids(job.microbatch_size))
     try:
         found = reader_of_fp8(partial(build_model, job, session.builder), job, session.loss, batch)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:  # not every model can be traced

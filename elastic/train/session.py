@@ -168,9 +168,22 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
         )
     rule = rule_of(job)
     lengths = lengths_of(job, dataset) if job.data.group_by_length else None
-    cursor = Cursor(len(dataset), job.batches(), job.seed, job.data.sampling, lengths)
+    cursor = Cursor.of(job.stretches(), len(dataset), lengths, _sizes_of(job, dataset))
     loader = Loader(dataset, cursor, job.microbatch_size, job.data.prefetch if prefetch is None else prefetch)
     return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, Faults(job.faults), held_out=_held_out(job, loader))
+
+
+def _sizes_of(job: Job, dataset: Dataset) -> tuple[int, ...]:
+    """Returns the lengths of the parts of a mixture, if the job weights them; else ().  Raises :class:`DataError`."""
+    if not job.data.weights:
+        return ()
+    sizes = tuple(getattr(dataset, "sizes", ()))
+    if len(sizes) != len(job.data.weights):
+        raise DataError(
+            f"data.weights has {len(job.data.weights)} numbers, and data.dataset = {job.data.dataset!r} has {len(sizes) or 'no'} parts; "
+            f"give each part a weight, or leave data.weights out (elastic.data.mixture:Mixture makes one dataset of several parts)"
+        )
+    return sizes
 
 
 def _held_out(job: Job, loader: Loader) -> Loader | None:

@@ -117,7 +117,7 @@ def run_step(
 
     Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
     """
-    shape, device = shape.of(session.cursor.batches.of(step) // session.job.microbatch_size), state.world.device
+    shape, device = shape.of(session.cursor.microbatches(step, session.job.microbatch_size)), state.world.device
     session.meter.begin(shape.generation, session.loader.waited_s, device)
     reserve(state, shape)
     session.loader.avoid(state.spikes.quarantined)
@@ -163,7 +163,7 @@ def compute(session: Session, state: State, step: int) -> Share:
     """Runs forward and backward of this member's rounds; gradients are reduced as they come."""
     share, world, job, scale = Share([], [], []), state.world, session.job, state.optimizer.loss_scale.value
     state.model.train()
-    buffers, deal = state.buffer_marks(), state.sync.begin_step(session.cursor.batches.of(step) // job.microbatch_size)
+    buffers, deal = state.buffer_marks(), state.sync.begin_step(session.cursor.microbatches(step, job.microbatch_size))
     session.counters.at("reads data")
     for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):
         session.counters.at("computes")

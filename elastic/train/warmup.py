@@ -143,7 +143,7 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
             value.zero_()
         if home is not None:
             home.sums.zero_()  # the digests of zeros
-    batch = session.loader.read(session.cursor.microbatch_ids(1, 0, session.job.microbatch_size))
+    batch = session.loader.read(session.cursor.some_ids(session.job.microbatch_size))
     state.model.train()
     state.sync.begin_step(1)
     state.parameters.begin_round(0, last=True)

@@ -51,7 +51,7 @@ IMPORTS = {
     "elastic.config": Row(
         ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.objects.urls"), ("pydantic",)
     ),
-    "elastic.config.agreement": Row(("elastic.config.sections", "elastic.job")),
+    "elastic.config.agreement": Row(("elastic.config.sections", "elastic.job", "elastic.plan.mixture")),
     "elastic.job": Row(
         (
             "elastic.config.*",
@@ -62,8 +62,8 @@ IMPORTS = {
         ),
         ("pydantic",),
     ),
-    "elastic.branches": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
-    "elastic.forks": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
+    "elastic.branches": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
+    "elastic.forks": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
     "elastic.runs": Row(
         (
             *("elastic", "elastic.branches", "elastic.forks", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job"),
@@ -127,7 +127,7 @@ IMPORTS = {
         ("elastic.state.region", "elastic.protocol.copy_schedule", "elastic.plan.*", "storage.*", *NAMES), ("numpy",)
     ),
     "elastic.data": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "pyarrow")),
-    "elastic.data.cursor": Row(("elastic.plan.ramp",)),
+    "elastic.data.cursor": Row(("elastic.errors", "elastic.plan.mixture", "elastic.plan.ramp", "elastic.plan.stretches")),
     "elastic.data.tokenizer": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "tokenizers")),
     "elastic.data.tokens": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "torch")),
     "elastic.data.loader": Row(("elastic.data.*", "elastic.plan.batch", "storage.errors", *NAMES), ("numpy", "torch")),

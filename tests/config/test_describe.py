@@ -59,7 +59,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         batch_ramp={"start": 4, "increment": 4, "samples": 9},
         reduction={"block": 2, "wire": "bf16"},
         spikes={"action": "skip", "z": 5, "window": 9},
-        data={"group_by_length": True},
+        data={"weights": [0.5, 0.5], "group_by_length": True},
     )
     fixed = {name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE}
     tables = {"model_args": "model_args.dim", "optim.args": "optim.args.x"}
@@ -102,6 +102,7 @@ def test_the_page_has_a_row_for_each_setting() -> None:
         "| `bucket` | text | required | Folder or fsspec URL",
         '| `parallel.dp_shard` | integer ≥ 1 or `auto` | `"auto"` | ',
         "| `optim.betas` | list of 2 × number ≥ 0 and < 1 | `[0.9, 0.95]` | ",
+        "| `data.weights` | list of number ≥ 0 | `[]` | ",
         "| `faults` | list of tables | `[]` | ",
         "| `faults[].point` | text | required | ",
         "| `model_args` | table | `{}` | ",

@@ -251,7 +251,7 @@ def test_what_cannot_work_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_in_utf16_is_named(tmp_path: Path) -> None:
-    """Without a byte order mark its bytes are valid UTF-8, with zeros between the letters."""
+    """Its bytes are valid UTF-8, with zeros between the letters, if it has no byte order mark."""
     (tmp_path / "a.txt").write_bytes("one\ntwo".encode("utf-16-le"))
     with pytest.raises(DataError, match=r"a\.txt, line 1: many bytes are 0x00, as in UTF-16; convert the file to UTF-8"):
         prepare(tmp_path / "a.txt", str(tmp_path / "out"))

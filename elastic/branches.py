@@ -24,7 +24,8 @@ from storage.documents import seal, unseal
 from storage.errors import Missing
 from storage.objects import ObjectStore
 
-FORMAT = 1
+FORMAT = 2
+"""Format of a branch from which on samples are drawn otherwise.  An older release, which would draw as before, reads only format 1."""
 
 
 class Branch(NamedTuple):
@@ -110,8 +111,9 @@ def begin(store: ObjectStore, job: Job, found: Job, version: Version, now: float
     Raises :class:`~storage.errors.Exists` if another command has begun it.
     """
     differs, number = changed(job, found), max(_newest(store, job.name), 1) + 1
+    earlier = ended(found.stretches(), version.step)
     about = {
-        "format": FORMAT,
+        "format": FORMAT if len(job.after(earlier).stretches()) > 1 else 1,
         "number": number,
         "at": now,
         "step": version.step,
@@ -119,7 +121,7 @@ def begin(store: ObjectStore, job: Job, found: Job, version: Version, now: float
         "until": until,
         "claim": claim,
         "changed": {key: list(pair) for key, pair in differs.items()},
-        "earlier": [each.to_json() for each in ended(found.stretches(), version.step)],
+        "earlier": [each.to_json() for each in earlier],
         "job": json.loads(job.to_json()),
     }
     store.put_if_absent(_key(job.name, number), seal(about))

@@ -144,6 +144,8 @@ def test_l4_a_branch_that_changes_nothing_of_the_data_changes_no_sample(tmp_path
         run = Run.look(extending(tmp_path, 5, **changes), branch=True)
         assert run.branch(0.0).startswith(f"branch {number} of run goes on from step 3")
     job = Run.look(extending(tmp_path, 5, optim={"lr": 0.5})).job
+    told = [each["format"] for each in branches.every(ObjectStore.open(str(tmp_path)), "run")]
+    assert told == [2, 1, 1], "what an older release would draw otherwise it must not read"
     assert job.stretches() == extending(tmp_path, 5).stretches()
     assert job.batches() == extending(tmp_path, 5).batches()
 

@@ -179,9 +179,10 @@ def _sizes_of(job: Job, dataset: Dataset) -> tuple[int, ...]:
         return ()
     sizes = tuple(getattr(dataset, "sizes", ()))
     if len(sizes) != len(job.data.weights):
+        parts = "1 part" if len(sizes) == 1 else f"{len(sizes) or 'no'} parts"
         raise DataError(
-            f"data.weights has {len(job.data.weights)} numbers, and data.dataset = {job.data.dataset!r} has {len(sizes) or 'no'} parts; "
-            f"give each part a weight, or leave data.weights out (elastic.data.mixture:Mixture makes one dataset of several parts)"
+            f"data.weights has {len(job.data.weights)} numbers, and data.dataset = {job.data.dataset!r} has {parts}; give each part a "
+            f"weight, or leave data.weights out (elastic.data.mixture:Mixture makes one dataset of several parts)"
         )
     return sizes
 

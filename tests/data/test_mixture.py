@@ -14,6 +14,8 @@ from elastic.data.prepare import prepare
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError, JobError
 from elastic.job import Job
+from elastic.train.counters import Counters
+from elastic.train.session import make_session
 from tests.support.toys import Sums, toy_job
 
 SUMS = "tests.support.toys:Sums"
@@ -133,3 +135,22 @@ def test_weights_by_which_nothing_can_be_drawn_are_refused(tmp_path: Path, weigh
 def test_the_code_of_a_job_is_that_of_its_parts_too(tmp_path: Path) -> None:
     assert mixed(tmp_path, []).code().count(SUMS) == 3
     assert len(Sums(samples=3)) == 3
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"dataset": SUMS, "weights": [1, 2]}, f"data.weights has 2 numbers, and data.dataset = '{SUMS}' has no parts; give each part a"),
+        ({"dataset": "elastic.data.mixture:Mixture", "args": {"parts": [part(64, 0)]}, "weights": [1, 2]}, "has 1 part; give each"),
+    ],
+    ids=str,
+)
+def test_weights_that_do_not_fit_the_parts_are_refused(tmp_path: Path, data: dict[str, Any], says: str) -> None:
+    """The control: without weights a mixture is one dataset, each sample once an epoch."""
+    with pytest.raises(DataError, match=says):
+        make_session(toy_job(tmp_path, data=data), Counters(tmp_path / "counters", create=True), prefetch=0)
+    pool = mixed(tmp_path, [])
+    session = make_session(pool, Counters(tmp_path / "more", create=True), prefetch=0)
+    assert sorted(sample for step in range(1, 11) for sample in session.cursor.ids(step)) == list(range(160))
+    session.close()

@@ -10,7 +10,7 @@ import pytest
 
 from elastic import branches
 from elastic.config.settings import leaves
-from elastic.config.values import Change, change_at
+from elastic.config.values import Change
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
@@ -55,6 +55,7 @@ OTHER: dict[str, Any] = {
     "data.sampling": "with_replacement",
     "data.prefetch": 7,
     "data.group_by_length": True,
+    "data.weights": (1.0, 3.0),
     "validation.dataset": "a.b:V",
     "validation.args": {"path": "/moved"},
     "validation.every": 6,
@@ -108,6 +109,9 @@ OTHER: dict[str, Any] = {
     "watch.stationary": 40,
     "watch.max_skipped": 3,
     "watch.max_restarts": 5,
+    "spikes.action": "skip",
+    "spikes.z": 5.0,
+    "spikes.window": 64,
     "network.interface": "eth1",
     "deadlines.form_s": 1,
     "deadlines.fence_s": 1,
@@ -137,6 +141,9 @@ WITH: dict[str, dict[str, Any]] = {
     "optim.decay": {"optim.kind": "adamw", "optim.args": {}},
     "optim.moments": {"optim.kind": "adamw", "optim.args": {}},
     "schedule.decay_steps": {"schedule.kind": "wsd", "schedule.decay_steps": 5},
+    "data.weights": {"data.weights": (1.0, 1.0)},
+    "spikes.z": {"spikes.action": "skip"},
+    "spikes.window": {"spikes.action": "skip"},
     "checkpoint.keep_every": {"checkpoint.keep_last": 3},
     "checkpoint.keep_best": {"checkpoint.keep_last": 3, "validation.every": 50},
     **{f"batch_ramp.{name}": {"batch_ramp": {"start": 16, "increment": 16, "samples": 100}} for name in ("start", "increment", "samples")},
@@ -198,5 +205,6 @@ def test_l4_the_name_says_which_run_it_is_and_the_bucket_where(tmp_path: Path) -
 
 
 def test_a_table_that_is_wrong_is_found(tmp_path: Path) -> None:
-    """The control: `seed` was declared as one that a branch may change, and the check refuses it."""
-    assert what_happens(tmp_path, "seed") is not change_at(Job, "seed")
+    """The control: a setting that is declared as free, and is part of the trajectory."""
+    assert what_happens(tmp_path, "seed") is not Change.FREE is not branches.change_of("seed")
+    assert what_happens(tmp_path / "other", "log_every") is not Change.BRANCH

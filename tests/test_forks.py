@@ -120,6 +120,25 @@ def test_rows_that_share_a_file_with_abandoned_ones_stay(tmp_path: Path) -> None
 # ---- another run
 
 
+def test_l5_a_fork_and_an_older_step_take_the_samples_up_where_their_origin_left_them(tmp_path: Path) -> None:
+    """L4, L5: the run has changed its batch and its order by a branch; what goes on from before and after that has the bits of a run with
+    the same branches.  The control: a fork from before the branch draws other samples.
+    """
+    doubled, other = {"global_batch": 32, "seed": 3}, {"seed": 7}
+    trained(job_of(tmp_path, steps=2))
+    trained(job_of(tmp_path, steps=4, **doubled), branch=True)
+    after = job_of(tmp_path, "after", **other | {"global_batch": 16})
+    trained(after, resume="run@4")
+    before = job_of(tmp_path, "before", **other | {"global_batch": 16})
+    trained(before, resume="run@2")
+    trained(job_of(tmp_path, **other | {"global_batch": 16}), branch=True)
+    assert exported_hash(after) == exported_hash(job_of(tmp_path, **other | {"global_batch": 16})) != exported_hash(before)
+    assert [(each.until, each.global_batch, each.seed) for each in Run.look(after).job.stretches()] == [(2, 16, 0), (4, 32, 3), (0, 16, 7)]
+    trained(job_of(tmp_path, **other | {"global_batch": 16}), resume=2)
+    assert exported_hash(job_of(tmp_path, **other | {"global_batch": 16})) == exported_hash(before), "what was abandoned is no stretch"
+    assert [each.until for each in Run.look(before).job.stretches()] == [2, 0]
+
+
 def test_l5_a_fork_has_the_bits_of_the_run_extended(tmp_path: Path) -> None:
     """L5: it goes on at the step, with the moments and the place in the data, and copies nothing.  The control: from another step."""
     early = tmp_path / "early"
@@ -148,7 +167,7 @@ def test_l5_a_fork_has_the_bits_of_the_run_extended(tmp_path: Path) -> None:
     [
         ({"model_args": {"vocab": 29, "dim": 32}}, "run@4", "the state of that run does not fit another value of model_args"),
         ({"optim": {"kind": "sgd"}}, "run@4", "does not fit another value of optim.kind"),
-        ({"seed": 5}, "run@4", "with another value of seed it would leave out samples, or repeat them"),
+        ({"data": {"dataset": "tests.support.toys:Sums", "weights": [1.0, 2.0]}}, "run@4", "but not 2 instead of no"),
         ({"steps": 3}, "run@4", "steps = 3: the checkpoint of run is at step 4 already; ask for more steps"),
         ({}, "run@3", "no good checkpoint at step 3"),
         ({}, "nobody@3", "there is no run 'nobody'"),

@@ -84,8 +84,8 @@ IMPORTS = {
     ),
     "elastic.resume": Row(
         (
-            *("elastic.branches", "elastic.config.values", "elastic.forks", "elastic.job", "elastic.metrics", "elastic.protocol.lineage"),
-            *("elastic.report.metrics", "elastic.runs", "storage.*", *NAMES),
+            *("elastic.branches", "elastic.config.values", "elastic.forks", "elastic.job", "elastic.metrics", "elastic.plan.stretches"),
+            *("elastic.protocol.lineage", "elastic.report.metrics", "elastic.runs", "storage.*", *NAMES),
         )
     ),
     "elastic.restarts": Row(("elastic.control.*", "elastic.runs", *NAMES)),

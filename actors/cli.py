@@ -74,13 +74,17 @@ def _takes_job(
 
 
 def _add_run_commands(parsers: Any) -> None:
-    usage = "elastic train [-h] [--local] [--branch] [--resume WORD] [--again] [--address ADDRESS] job [--section.option value ...]"
+    usage = (
+        "elastic train [-h] [--local] [--branch] [--accept-code] [--resume WORD] [--again] [--address ADDRESS] job "
+        "[--section.option value ...]"
+    )
     train = _takes_job(parsers, "train", commands.train, "train a job, or go on with its run", listed=True, usage=usage)
     train.add_argument("--local", action="store_true", help="train with one worker in this process, without Ray")
     train.add_argument(
         "--address", help="address of the Ray cluster (default: the one this was submitted to, or else a new one on this machine)"
     )
     train.add_argument("--branch", action="store_true", help="go on with a run whose settings were others, from its newest checkpoint")
+    train.add_argument("--accept-code", action="store_true", help="go on with a run whose code was other, from its newest checkpoint")
     train.add_argument("--again", action="store_true", help="start a run that was restarted in vain too often (watch.max_restarts)")
     train.add_argument(
         "--resume",

@@ -47,7 +47,7 @@ def train(known: Namespace) -> int:
         say(warning, "note: ", "yellow")
     line = f"{_line(known)} --local" if known.local else _line(known)
     try:
-        words = {"branch": known.branch, "resume": known.resume, "again": known.again}
+        words = {"branch": known.branch, "accept_code": known.accept_code, "resume": known.resume, "again": known.again}
         result = launch(job, address=known.address, local=known.local, show=show_for(job), **words)
     except (ElasticError, StorageError):
         raise

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -29,6 +29,9 @@ from elastic.protocol.builds import Build
 from elastic.report.story import Line, Sentence
 from elastic.resume import LATEST, Start, rewind, start_of
 from elastic.runs import Run
+
+if TYPE_CHECKING:
+    from elastic.train.preflight import Checked
 
 POLL_S = 0.1
 QUIET_S = 5.0
@@ -63,6 +66,7 @@ def launch(
     address: str | None = None,
     local: bool = False,
     branch: bool = False,
+    accept_code: bool = False,
     resume: str | int = LATEST,
     again: bool = False,
     show: Show = lambda line: None,
@@ -70,6 +74,7 @@ def launch(
     """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.
 
     A run that began with other settings goes on with these if ``branch`` says so, unless its state or its place in the data does not fit.
+    A run whose code was other goes on with the code of now if ``accept_code`` says so.
     ``resume`` is ``latest``; or a step of the run, from which a new branch goes on; or ``run@latest``, ``run@best`` or ``run@step``, a
     checkpoint of another run in the same bucket, from which a new run goes on.
     ``again`` starts a run that was restarted in vain too often.
@@ -90,7 +95,7 @@ def launch(
         job, branch = start.job, branch or start.at is not None
         if branch:
             Run.begun(job)
-        checked = preflight(job, local=local, branch=branch, start=start)
+        checked = preflight(job, local=local, branch=branch, accept_code=accept_code, start=start)
         for sentence in checked.notes:
             show(Sentence(time.time(), sentence))
         living = "" if address else _at_its_cluster(job, show)
@@ -101,16 +106,18 @@ def launch(
                     f"name = {job.name!r}: this run lives on the cluster at {living}; `elastic stop` ends it, or choose another name"
                 )
             _begin(start, show, branch)
+            _note_code(Run.open(job), checked, show)
             return _result(job, *run_local(job, show))
         run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()
         cluster.connect(address, job.workers, compiles=job.compile)
         requests.note()
-        if branch and attach(job.name) is not None:
-            raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can branch")
+        if (branch or accept_code) and attach(job.name) is not None:
+            then = "it can branch" if branch else "it can go on with other code"
+            raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then {then}")
         _begin(start, show, branch)
-        return _follow(_heeding_the_driver(job, show), checked.build, requests, show, seen, again or branch)
+        return _follow(_heeding_the_driver(job, show), checked, requests, show, seen, again or branch)
 
 
 def _begin(start: Start, show: Show, branch: bool) -> None:
@@ -128,6 +135,12 @@ def _begin(start: Start, show: Show, branch: bool) -> None:
         old, new = (learning_rate_of(each, step) for each in (before, run.job))
         rates = f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}" if old != new else ""
         show(Sentence(time.time(), f"{said}{rates}"))
+
+
+def _note_code(run: Run, checked: Checked, show: Show) -> None:
+    """Notes with which code the run goes on, and tells the user if it had another."""
+    if said := run.trains_with(checked.sources, time.time()):
+        show(Sentence(time.time(), said))
 
 
 def _at_its_cluster(job: Job, show: Show) -> str:
@@ -175,7 +188,7 @@ def _heeding_the_driver(job: Job, show: Show) -> Job:
     return job
 
 
-def _follow(job: Job, build: Build, requests: Requests, show: Show, seen: int, again: bool) -> Result:
+def _follow(job: Job, checked: Checked, requests: Requests, show: Show, seen: int, again: bool) -> Result:
     """Attaches to the run, or starts it, and watches it to its end or until this driver is told to leave.
 
     ``seen`` is the run's newest incarnation that this driver has seen: it does not start the run if somebody else has begun it since.
@@ -190,7 +203,8 @@ def _follow(job: Job, build: Build, requests: Requests, show: Show, seen: int, a
         restarts.check(Run.look(job), again=again)
         cluster.check_room(job.workers)
         job = _with_microbatch(job, show)
-        coordinator = start(job, replace(build, host=cluster.place(cluster.here())), driver, seen)
+        _note_code(Run.open(job), checked, show)
+        coordinator = start(job, replace(checked.build, host=cluster.place(cluster.here())), driver, seen)
     else:
         show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{_not_ours(job, coordinator, deadline_s)}"))
     try:

@@ -142,13 +142,13 @@ def _digest(places: Iterable[Path]) -> str:
     """Returns 12 digits of a sha256 over the names and bytes of all ``*.py``, independent of where their folder lies."""
     digest = hashlib.sha256()
     for place in places:
-        for file in _sources(place) if place.is_dir() else [place]:
+        for file in python_files(place) if place.is_dir() else [place]:
             text = file.read_bytes()
             digest.update(f"{file.relative_to(place.parent).as_posix()} {len(text)}\n".encode() + text)
     return digest.hexdigest()[:12]
 
 
-def _sources(folder: Path) -> list[Path]:
+def python_files(folder: Path) -> list[Path]:
     """Returns all ``*.py`` files below ``folder``, without hidden folders (environments, checkpoints of notebooks)."""
     found = []
     for here, below, files in os.walk(folder):

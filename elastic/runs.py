@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import elastic
-from elastic import branches, forks
+from elastic import branches, forks, sources
 from elastic.control import codec
 from elastic.control.evolve import evolve
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
@@ -23,6 +23,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage
+from elastic.sources import Sources
 from storage import journal
 from storage.checkpoints import Listed, ShardReceipt
 from storage.documents import seal, unseal
@@ -167,6 +168,24 @@ class Run:
                 f"bucket = {self.job.bucket!r} was begun on {found['fingerprint']} (data.args = {found['args']}); "
                 f"give this run another name, or the data it was begun on"
             )
+
+    def trains_with(self, code: Sources, now: float) -> str:
+        """Notes that the run goes on with this code, and returns a sentence if it had another; "" otherwise.
+
+        Raises :class:`~storage.errors.Exists` if another command has noted something meanwhile.
+        """
+        newest = self.newest() or Version(0, 0)
+        return sources.begin(self.store, self.job.name, code, newest, now) if newest.step < self.job.steps else ""
+
+    def check_code(self, code: Sources, newest: Version, *, accept: bool) -> None:
+        """Raises :class:`JobError` if the run would go on from ``newest`` with other code than it had, unless ``accept`` says so.
+
+        A run that has made all of its steps trains no more, so its code does not matter.
+        """
+        if accept or newest.step >= self.job.steps or (then := sources.stored(self.store, self.job.name)) is None:
+            return
+        if differs := code.differ(then):
+            raise sources.refused(self.job.name, self.job.bucket, differs, newest.step, then.python)
 
     def home(self) -> str:
         """Returns where the newest claim of the run was made."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -30,7 +30,7 @@ from elastic.state.shard import DTYPES, Home, Key, Shard, place_of
 from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.state.streaming import look_at
-from elastic.train.model import BUFFERS, State
+from elastic.train.model import BUFFERS, State, misfit
 from elastic.train.step import Session
 from storage.background import begin
 from storage.checkpoints import Checkpoints, Reader
@@ -253,19 +253,14 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
     bucket.
     """
     reader = checkpoints.open(plan.version)
-    anew = begun_anew(reader, state.optimizer.rule.kept)
-    for found, tensor in misfits(reader, [tensor for tensor in state.tensors if tensor not in anew]):
-        where = f"the checkpoint of {plan.version} holds {found or 'nothing'} where model = {state.job.model!r} has {tensor}"
-        raise StateMissing(f"{where}: the model's code was changed; use the code that the run began with, or begin a run of another name")
+    stored = reader.tensors()
+    anew = set(state.optimizer.rule.kept).difference(stored)
+    if why := misfit(state.job, [tensor for tensor in state.tensors if tensor not in anew], stored, plan.version):
+        raise StateMissing(why)
     for tensor in anew:
         state.shard.part(tensor, tensor.whole()).zero_()
     names = {(tensor.kind, tensor.name) for tensor in anew}
     return _fill(state, reader, [part for part in wanted if (part.kind, part.name) not in names], hook)
-
-
-def begun_anew(reader: Reader, kept: Iterable[Tensor]) -> set[Tensor]:
-    """Returns those of ``kept``, what a job keeps beside the optimizer's state, that the checkpoint does not have so."""
-    return {tensor for _, tensor in misfits(reader, kept)}
 
 
 @torch.no_grad()
@@ -274,17 +269,9 @@ def weights_of(state: State, checkpoints: Checkpoints, hook: Callable[[], None])
     origin = forks.Origin.of(state.job.init)
     reader = forks.checkpoints(checkpoints.store, origin.run).open(origin.version)
     weights = [tensor for tensor in state.tensors if tensor.kind in WEIGHTS]
-    for found, tensor in misfits(reader, weights):
-        raise StateMissing(f"init = {state.job.init!r} holds {found or 'nothing'} where model = {state.job.model!r} has {tensor}")
+    if why := misfit(state.job, weights, reader.tensors(), origin.version):
+        raise StateMissing(f"init = {state.job.init!r}: {why}")
     return _fill(state, reader, [box.slice for tensor in weights for box in held(tensor, state.shard.cell).boxes], hook)
-
-
-def misfits(reader: Reader, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor | None, Tensor]]:
-    """Yields each of ``tensors`` that the checkpoint does not have so, after what it has in its place."""
-    stored = {(tensor.kind, tensor.name): tensor for tensor in reader.tensors()}
-    for tensor in tensors:
-        if (found := stored.get((tensor.kind, tensor.name))) != tensor:
-            yield found, tensor
 
 
 def _fill(state: State, reader: Reader, wanted: Sequence[Slice], hook: Callable[[], None]) -> int:

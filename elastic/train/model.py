@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -98,6 +98,33 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
     for name, buffer in model.named_buffers():
         found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
     return (*found, UPDATES, *(Tensor(name, "scalar", "F32", ()) for name in rule.scalars), *rule.kept)
+
+
+def misfit(job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], version: Version) -> str:
+    """Returns a sentence about the first tensor in which the model differs from a checkpoint of ``version``; "" if it fits."""
+    there = {(tensor.kind, tensor.name): tensor for tensor in stored}
+    here = {(tensor.kind, tensor.name): tensor for tensor in tensors}
+    lost = next((tensor for key, tensor in there.items() if tensor.kind == "parameter" and key not in here), None)
+    ours = next((tensor for key, tensor in here.items() if there.get(key) != tensor), None)
+    if ours is None and lost is None:
+        return ""
+    named, checkpoint = f"model = {job.model!r}", f"the checkpoint of {version}"
+    if ours is None or (lost is not None and (ours.kind, ours.name) not in there):
+        assert lost is not None
+        what = f"{_told(lost)} is in {checkpoint}, and {named} has no such {lost.kind}"
+    elif (theirs := there.get((ours.kind, ours.name))) is None:
+        what = f"{_told(ours)} of {named} is not in {checkpoint}"
+    else:
+        what = f"{ours.kind} {ours.name!r} of {named} is {_form(ours)}, and in {checkpoint} it is {_form(theirs)}"
+    return f"{what}; go on with the code and the settings that the run began with, or begin a run of another name"
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{tensor.kind} {tensor.name!r}, {_form(tensor)},"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {list(tensor.shape)}"
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:

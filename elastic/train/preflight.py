@@ -34,12 +34,13 @@ from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.resume import Start
 from elastic.runs import Run
-from elastic.state.heal import WEIGHTS, misfits
+from elastic.sources import Sources, sources_of
+from elastic.state.heal import WEIGHTS
 from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
 from elastic.train.counters import Counters
 from elastic.train.machine.device import need_of
-from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
+from elastic.train.model import build_model, builder_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session
 from elastic.train.step import Session
 from storage.errors import Unavailable
@@ -70,12 +71,16 @@ class Checked:
 
     build: Build
     notes: list[str]
+    sources: Sources
+    """The files of the job's code."""
 
 
-def preflight(job: Job, *, local: bool = False, branch: bool = False, start: Start | None = None) -> Checked:
+def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_code: bool = False, start: Start | None = None) -> Checked:
     """Checks all of the user's parts that can be checked before a worker starts.  It leaves nothing in the bucket.
 
-    ``start`` says whether the run begins from a checkpoint of another one.
+    Code that has changed since the run's last start is refused, unless ``accept_code`` says that the run may go on with it.  ``start`` says
+    whether the run begins from a checkpoint of another one.
+
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
     model = build_model(job, builder_of(job))
@@ -103,29 +108,34 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, start: Sta
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")
     tensors = tensors_of(model, session.rule)
     state_bytes = bytes_of(tensors)
-    if start is not None and start.origin is not None:
-        _check_origin(start, start.origin, tensors, run.store, build)
     _check_buffer(job, tensors)
     _check_flops(model, job)
     if job.profile:
         notes.append(f"profile = {job.profile!r}: world rank 0 writes its profile to {run.store.full_name(f'{job.name}/profiles')}")
-    if run.newest() is None:
+    sources, lasting = sources_of(job.code()), [tensor for tensor in tensors if tensor not in session.rule.kept]
+    if start is not None and start.origin is not None:
+        _check_origin(start, start.origin, lasting, run.store, build)
+        if not job.init:
+            Run(job.replace(name=start.origin.run), run.store).check_code(sources, start.origin.version, accept=accept_code)
+    if (newest := run.newest()) is None:
         notes += _initialising(job, model)
+    else:
+        if why := misfit(job, lasting, run.checkpoints.open(newest).tensors(), newest):
+            raise ModelError(why)
+        run.check_code(sources, newest, accept=accept_code)
     notes += _packing(job, model, session.loader.dataset)
     if local:
-        return Checked(build, [*notes, *_unused(job)])
+        return Checked(build, [*notes, *_unused(job)], sources)
     notes += [*_copying(job, state_bytes), *_hosting(job, tensors)]
-    return Checked(build, [*notes, *_forming(job, state_bytes), *_updating(job, state_bytes)])
+    return Checked(build, [*notes, *_forming(job, state_bytes), *_updating(job, state_bytes)], sources)
 
 
 def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> None:
     """Raises :class:`JobError` unless the checkpoint of another run fits the model and, if the run goes on from it, the samples."""
     reader, weights = forks.checkpoints(store, origin.run).open(origin.version), bool(start.job.init)
-    for found, tensor in misfits(reader, [each for each in tensors if not weights or each.kind in WEIGHTS]):
-        raise JobError(
-            f"{start.setting}: the checkpoint of {origin} holds {found or 'nothing'} where model = {start.job.model!r} has {tensor}; use "
-            f"the model and the model_args of that run"
-        )
+    wanted = [each for each in tensors if not weights or each.kind in WEIGHTS]
+    if why := misfit(start.job, wanted, reader.tensors(), origin.version):
+        raise JobError(f"{start.setting}: {why}")
     if not weights:
         try:
             Run(start.job.replace(name=origin.run), store).check_data(build.data)

@@ -64,10 +64,11 @@ IMPORTS = {
     ),
     "elastic.branches": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
     "elastic.forks": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
+    "elastic.sources": Row(("storage.*", *NAMES)),
     "elastic.runs": Row(
         (
             *("elastic", "elastic.branches", "elastic.forks", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job"),
-            *("storage.*", *NAMES),
+            *("elastic.sources", "storage.*", *NAMES),
         )
     ),
     "elastic.retention": Row(
@@ -138,7 +139,15 @@ IMPORTS = {
             "elastic",
             *("elastic.train.*", "elastic.state.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*"),
             *("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
-            *("elastic.config.sections", "elastic.forks", "elastic.metrics", "elastic.resume", "elastic.retention", *NAMES),
+            *(
+                "elastic.config.sections",
+                "elastic.forks",
+                "elastic.metrics",
+                "elastic.resume",
+                "elastic.retention",
+                "elastic.sources",
+                *NAMES,
+            ),
         ),
         ("numpy", "torch"),
     ),

@@ -1,0 +1,234 @@
+"""The source files of a run's code.  A run does not go on with other code unless its user says so.
+
+The files are those of the modules that the job names, and of every module that these import, also inside of functions, outside of
+installed packages, the standard library and Elastic itself.  They are found by reading imports, never by importing, so the answer depends
+on the files alone and not on what a process has loaded before.  A package with code that imports by computed names counts with all its
+files.  A file is named by its module, so the same code has the same names in every folder.
+
+Each set of files with which the run trained is a create-only object ``code/<number>.json`` in its folder, with the version from which it
+goes on and what had changed.  A file has two digests: of its bytes, and of its syntax tree, which comments and formatting do not change.
+The second one is compared only within one version of Python, because each version has trees of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, resolve_name
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from elastic.errors import JobError
+from elastic.ids import Version
+from elastic.imports import PACKAGES, ROOT, python_files, split
+from storage.documents import seal, unseal
+from storage.objects import ObjectStore
+
+FORMAT = 1
+INSTALLED = ("site-packages", "dist-packages")
+"""Folders of installed packages."""
+BY_COMPUTED_NAMES = ("import_module", "__import__", "iter_modules", "walk_packages")
+"""Functions that import, or list, modules whose names are not in the source."""
+SHOWN = 6
+"""Largest number of files that a sentence names."""
+
+
+def _python() -> str:
+    return ".".join(platform.python_version_tuple()[:2])
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The digests of each file, of its bytes and of its syntax tree, and the version of Python that made the trees."""
+
+    files: Mapping[str, tuple[str, str]]
+    python: str = field(default_factory=_python)
+
+    def differ(self, then: Sources) -> list[str]:
+        """Returns what is different from ``then``, as ``pkg/model.py (changed)``, in order."""
+        found = []
+        for name in sorted(self.files.keys() | then.files.keys()):
+            ours, theirs = self.files.get(name), then.files.get(name)
+            if ours is None or theirs is None:
+                found.append(f"{name} ({'new' if theirs is None else 'gone'})")
+            elif ours[0] != theirs[0] and (self.python != then.python or ours[1] != theirs[1]):
+                found.append(f"{name} (changed)")
+        return found
+
+
+# ---- the files
+
+
+def sources_of(paths: Iterable[str]) -> Sources:
+    """Returns the sources of the code that ``paths`` name as ``pkg.module:name``."""
+    return Sources(files_of(split(path)[0] for path in paths))
+
+
+def files_of(modules: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Returns the digests of the user's files among ``modules``, and of what they import."""
+    found, seen, waiting = dict[str, tuple[str, str]](), set[str](), list(modules)
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if "." in name:
+            waiting.append(name.rpartition(".")[0])
+        if (spec := _users(name)) is None or spec.origin is None:
+            continue
+        file = Path(spec.origin)
+        text = file.read_bytes()
+        raw = tree = _digest(text)
+        if file.suffix == ".py":
+            try:
+                parsed = ast.parse(text)
+            except (SyntaxError, ValueError):  # it may be imported inside of a function that is never called
+                pass
+            else:
+                tree = _digest(ast.dump(parsed).encode())
+                waiting += _imported(parsed, spec)
+        is_package = spec.submodule_search_locations is not None
+        found[name.replace(".", "/") + ("/__init__" if is_package else "") + file.suffix] = (raw, tree)
+    return found
+
+
+def _users(name: str) -> ModuleSpec | None:
+    """Returns the spec of a module of the user's; None for any other one, and for what is no module."""
+    top, _, rest = name.partition(".")
+    if top in PACKAGES or top in sys.stdlib_module_names:
+        return None
+    spec = _spec_of(top)
+    for part in (f"{top}.{rest[:end]}" for end in _ends(rest)):
+        if spec is None or not spec.submodule_search_locations or not _is_users(spec):
+            return None
+        spec = PathFinder.find_spec(part, spec.submodule_search_locations)
+    return spec if spec is not None and _is_users(spec) else None
+
+
+def _ends(rest: str) -> list[int]:
+    """Returns where each part of a dotted name ends."""
+    return [place for place, letter in enumerate(f"{rest}.") if letter == "."] if rest else []
+
+
+def _spec_of(top: str) -> ModuleSpec | None:
+    try:
+        return find_spec(top)
+    except (ImportError, ValueError):  # a module that was made by hand has none
+        return None
+
+
+def _is_users(spec: ModuleSpec) -> bool:
+    if not spec.has_location or spec.origin is None:
+        return spec.origin is None and spec.submodule_search_locations is not None  # a package without __init__.py
+    file = Path(spec.origin).resolve()
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    ours = any(file.is_relative_to(ROOT / name) for name in PACKAGES)
+    return file.is_file() and not ours and not any(part in INSTALLED for part in file.parts) and not file.is_relative_to(library)
+
+
+def _imported(tree: ast.AST, spec: ModuleSpec) -> Iterator[str]:
+    """Yields the names of modules that a module may import; some of ``from a import b`` are no modules."""
+    package = spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            try:
+                base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            except ImportError:  # beyond the top: it would fail
+                continue
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+        elif isinstance(node, ast.Name | ast.Attribute) and _last(node) in BY_COMPUTED_NAMES and package:
+            yield from _all_of(package)
+
+
+def _last(node: ast.Name | ast.Attribute) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr
+
+
+def _all_of(package: str) -> Iterator[str]:
+    """Yields the names of all modules of a package."""
+    spec = _users(package)
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for file in python_files(Path(place)):
+            parts = file.relative_to(place).with_suffix("").parts
+            yield ".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+# ---- the documents
+
+
+def stored(store: ObjectStore, name: str) -> Sources | None:
+    """Returns the newest sources with which the run of that name trained, or None."""
+    number = _newest(store, name)
+    if not number:
+        return None
+    found = _read(store, name, number)
+    return Sources({file: (raw, tree) for file, (raw, tree) in found["files"].items()}, found["python"])
+
+
+def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
+    """Returns what is stored of each set of sources, oldest first: number, step, generation, changed, files."""
+    return [_read(store, name, number) for number in range(1, _newest(store, name) + 1)]
+
+
+def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: float) -> str:
+    """Writes the sources with which the run goes on from ``version``, unless they are those that are stored.
+
+    Returns the sentence that says what changed, or "".  Raises :class:`~storage.errors.Exists` if another command has done so.
+    """
+    then, number = stored(store, name), _newest(store, name) + 1
+    differs = now.differ(then) if then is not None else []
+    if then is not None and not differs:
+        return ""
+    about = {
+        "format": FORMAT,
+        "number": number,
+        "at": at,
+        "step": version.step,
+        "generation": version.generation,
+        "changed": differs,
+        "python": now.python,
+        "files": {file: list(digests) for file, digests in sorted(now.files.items())},
+    }
+    store.put_if_absent(_key(name, number), seal(about))
+    return f"code {number} of {name} goes on from step {version.step}: {listed(differs)}" if differs else ""
+
+
+def refused(name: str, bucket: str, differs: list[str], step: int, python: str = "") -> JobError:
+    """Returns the error of a run that would go on from ``step`` with other code.  ``python`` is the version of the stored sources."""
+    other = f" (read by Python {_python()} here, and {python} there)" if python not in ("", _python()) else ""
+    return JobError(
+        f"the code of the run {name!r} in bucket = {bucket!r} has changed since step {step}: {listed(differs)}{other}; undo the change, or "
+        f"go on with it by --accept-code (launch(..., accept_code=True)), or begin at step 0 under another name"
+    )
+
+
+def listed(differs: list[str]) -> str:
+    """Returns the files in words."""
+    more = len(differs) - SHOWN
+    return ", ".join(differs[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _newest(store: ObjectStore, name: str) -> int:
+    return max((int(PurePosixPath(key).stem) for key in store.list(f"{name}/code/")), default=0)
+
+
+def _read(store: ObjectStore, name: str, number: int) -> dict[str, Any]:
+    key = _key(name, number)
+    return dict(unseal(store.get(key), store.full_name(key), FORMAT))
+
+
+def _key(name: str, number: int) -> str:
+    return f"{name}/code/{number:06d}.json"

@@ -1,0 +1,314 @@
+"""L10: a run whose code has changed does not go on without a word; the files are named, also those that only imports reach."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.cli import main
+from actors.launch import launch
+from elastic import sources
+from elastic.errors import JobError, ModelError
+from elastic.job import Job
+from elastic.report.story import Line, Sentence, StepLine
+from elastic.sources import Sources, sources_of
+from storage.errors import Exists
+from storage.objects import ObjectStore
+from tests.support.chaos import exported_hash
+from tests.support.job_file import to_toml
+
+FILES = {
+    "mine/__init__.py": "",
+    "mine/model.py": """
+        from torch import nn
+        from .layers import act, init
+
+
+        class Net(nn.Module):
+            def __init__(self, width):
+                super().__init__()
+                self.up, self.down = nn.Linear(4, width), nn.Linear(width, 1)
+
+            def init_weights(self):
+                init(self)
+
+            def forward(self, x):
+                return self.down(act(self.up(x)))
+
+
+        def build(width=8):
+            return Net(width)
+    """,
+    "mine/layers.py": """
+        import torch
+        from torch import nn
+
+
+        def act(x):  # the activation
+            return torch.relu(x)
+
+
+        def init(model):
+            for parameter in model.parameters():
+                nn.init.normal_(parameter, std=0.3)
+    """,
+    "mine/samples.py": """
+        import torch
+
+
+        class Waves:
+            def __len__(self):
+                return 64
+
+            def read(self, ids):
+                import helpers
+                x = torch.stack([torch.randn(4, generator=torch.Generator().manual_seed(i)) for i in ids])
+                return {"x": x, "y": helpers.target(x)}
+
+            def fingerprint(self):
+                return "waves"
+    """,
+    "mine/unused.py": "nobody = imports_this\n",
+    "mine_loss.py": """
+        import torch
+
+
+        def loss(model, batch):
+            errors = model(batch["x"]) - batch["y"]
+            return errors.square().sum(), torch.tensor(errors.numel())
+    """,
+    "helpers.py": "def target(x):\n    return x.sin().sum(1, keepdim=True)\n",
+}
+USED = {"mine/__init__.py", "mine/model.py", "mine/layers.py", "mine/samples.py", "mine_loss.py", "helpers.py"}
+NAMED = ("mine.model:build", "mine_loss:loss", "mine.samples:Waves")
+RELU, GELU = "torch.relu(x)", "torch.nn.functional.gelu(x)"
+
+
+def write(folder: Path) -> Path:
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(textwrap.dedent(text))
+    return folder
+
+
+def forget() -> None:
+    """Lets the next import read the files again, as a new process does."""
+    sys.dont_write_bytecode = True  # its time stamps have whole seconds
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("mine", "mine_loss", "helpers")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    before = sys.dont_write_bytecode
+    folder = write(tmp_path / "code")
+    monkeypatch.syspath_prepend(folder)
+    forget()
+    yield folder
+    forget()
+    sys.dont_write_bytecode = before
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    forget()
+
+
+def job_of(folder: Path, **changes: object) -> Job:
+    data = {"dataset": "mine.samples:Waves"}
+    values = {"name": "run", "bucket": str(folder / "bucket"), "model": "mine.model:build", "loss": "mine_loss:loss", "data": data}
+    return Job(**values | {"steps": 6, "global_batch": 8, "checkpoint": {"save_every": 3}} | changes)
+
+
+def trained(job: Job, stop: int = 0, *, accept_code: bool = False) -> list[str]:
+    """Trains in this process, to the end or until Ctrl-C at step ``stop``.  Returns the sentences."""
+    said: list[str] = []
+
+    def show(line: Line) -> None:
+        if isinstance(line, Sentence):
+            said.append(line.text)
+        elif isinstance(line, StepLine) and line.step == stop:
+            raise KeyboardInterrupt
+
+    result = launch(job, local=True, accept_code=accept_code, show=show)
+    assert result.state == ("Stopped" if stop else "Finished"), result
+    return said
+
+
+# ---- which files
+
+
+@pytest.mark.fast
+def test_l10_the_files_are_those_that_the_job_names_and_what_they_import(code: Path) -> None:
+    """L10: also inside of functions, and only the user's own; what nobody imports does not count."""
+    assert set(sources_of(NAMED).files) == USED
+    assert set(sources_of(["mine_loss:loss"]).files) == {"mine_loss.py"}
+    assert sources_of(["elastic.models.llama:build", "torch.nn:Linear", "json:loads"]).files == {}, "neither ours nor installed ones"
+    assert not any(name.partition(".")[0] in ("mine", "helpers") for name in sys.modules), "nothing was imported for it"
+
+
+@pytest.mark.fast
+def test_l10_a_package_that_imports_by_computed_names_counts_whole(code: Path) -> None:
+    """L10: nobody can read from ``import_module(name)`` which files it takes."""
+    edit(code / "mine/model.py", "from torch import nn", "from importlib import import_module\nfrom torch import nn")
+    assert set(sources_of(NAMED).files) == USED, "the import alone calls nothing"
+    edit(code / "mine/model.py", "return Net(width)", "return import_module('mine.' + 'model').Net(width)")
+    assert set(sources_of(NAMED).files) == {*USED, "mine/unused.py"}
+
+
+@pytest.mark.fast
+def test_l10_the_same_code_in_another_folder_is_the_same(code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sources_of(NAMED)
+    shutil.move(code, tmp_path / "moved")
+    monkeypatch.syspath_prepend(tmp_path / "moved")
+    forget()
+    after = sources_of(NAMED)
+    assert after == before and after.differ(before) == []
+    edit(tmp_path / "moved/helpers.py", ".sin()", ".cos()")
+    assert sources_of(NAMED).differ(before) == ["helpers.py (changed)"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("old", "new", "differs"),
+    [
+        ("# the activation", "# another remark", []),
+        ("return torch.relu(x)", "return (\n        torch.relu(x)\n    )", []),
+        (RELU, GELU, ["mine/layers.py (changed)"]),
+        ("std=0.3", "std=0.30001", ["mine/layers.py (changed)"]),
+        ("import torch\n", "import torch\nfrom . import unused\n", ["mine/layers.py (changed)", "mine/unused.py (new)"]),
+    ],
+)
+def test_l10_comments_and_formatting_are_no_change(code: Path, old: str, new: str, differs: list[str]) -> None:
+    """L10: all else is one.  Between versions of Python only the bytes can be compared."""
+    before = sources_of(NAMED)
+    edit(code / "mine/layers.py", old, new)
+    assert sources_of(NAMED).differ(before) == differs
+    assert ("mine/layers.py (changed)" in sources_of(NAMED).differ(Sources(before.files, "2.7"))) is True
+    edit(code / "mine/layers.py", new, old)
+    assert sources_of(NAMED).differ(Sources(before.files, "2.7")) == []
+
+
+@pytest.mark.fast
+def test_l10_a_file_that_is_gone_or_cannot_be_parsed(code: Path) -> None:
+    before = sources_of(NAMED)
+    edit(code / "mine/samples.py", "import helpers", "pass")
+    assert sources_of(NAMED).differ(before) == ["helpers.py (gone)", "mine/samples.py (changed)"]
+    edit(code / "mine/samples.py", "pass", "import helpers")
+    (code / "helpers.py").write_text("def (")
+    assert sources_of(NAMED).differ(before) == ["helpers.py (changed)"]
+    assert sources.listed([f"{n}.py (new)" for n in range(8)]).endswith("5.py (new) and 2 more")
+
+
+# ---- a run
+
+
+def test_l10_changed_code_is_refused_by_name_and_accepted_by_a_word(code: Path, tmp_path: Path) -> None:
+    """L10: relu becomes gelu, in a file that the job does not name.  The record says which file, and from which step on."""
+    whole = tmp_path / "whole"
+    trained(job_of(whole))
+    job, store = job_of(tmp_path), ObjectStore.open(str(tmp_path / "bucket"))
+    trained(job, stop=3)
+    edit(code / "mine/layers.py", RELU, GELU)
+    refused = (
+        r"^the code of the run 'run' in bucket = '.*' has changed since step 3: mine/layers\.py \(changed\); undo the change, or go "
+        r"on with it by --accept-code \(launch\(\.\.\., accept_code=True\)\), or begin at step 0 under another name$"
+    )
+    with pytest.raises(JobError, match=refused):
+        trained(job)
+    assert [each["changed"] for each in sources.every(store, "run")] == [[]], "a refusal writes nothing"
+    said = trained(job, accept_code=True)
+    assert "code 2 of run goes on from step 3: mine/layers.py (changed)" in said
+    assert [(each["number"], each["step"], each["changed"]) for each in sources.every(store, "run")] == [
+        (1, 0, []),
+        (2, 3, ["mine/layers.py (changed)"]),
+    ]
+    assert exported_hash(job) != exported_hash(job_of(whole)), "the change was one"
+
+
+def test_l10_unchanged_code_needs_no_word(code: Path, tmp_path: Path) -> None:
+    """L10, the control: a remark, or a change that was undone, is none, and the bits are those of a run that never stopped."""
+    whole, job = job_of(tmp_path / "whole"), job_of(tmp_path)
+    trained(whole)
+    trained(job, stop=3)
+    edit(code / "mine/layers.py", RELU, GELU)
+    edit(code / "mine/layers.py", GELU, RELU)
+    edit(code / "mine/layers.py", "# the activation", "# what bends the line")
+    said = trained(job, accept_code=True)
+    assert not any(text.startswith("code ") for text in said), "the word alone begins nothing"
+    assert exported_hash(job) == exported_hash(whole)
+
+
+def test_l10_code_matters_only_where_a_run_goes_on(code: Path, tmp_path: Path) -> None:
+    """L10: a run that has no checkpoint begins with the code of now, and one that has made all its steps trains no more."""
+    job = job_of(tmp_path)
+    edit(code / "mine_loss.py", "errors = ", "errors = nothing = undefined + ")
+    with pytest.raises(NameError):
+        trained(job)
+    edit(code / "mine_loss.py", "errors = nothing = undefined + ", "errors = ")
+    trained(job)
+    edit(code / "mine/layers.py", RELU, GELU)
+    trained(job)
+    with pytest.raises(JobError, match=r"steps = 6 there and 9 here"):
+        trained(job.replace(steps=9))
+    with pytest.raises(JobError, match=r"has changed since step 6: mine/layers\.py \(changed\)"):
+        launch(job.replace(steps=9), local=True, branch=True)
+
+
+def test_l10_no_command_is_locked_out_by_changed_code(code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """L10: a file that cannot even be imported locks nobody out of what the run has done (L6)."""
+    job = job_of(tmp_path)
+    trained(job, stop=3)
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    (code / "mine/model.py").write_text("def (")
+    forget()
+    for *words, option in (["status", "--once"], ["metrics", ""], ["checkpoint", "ls", ""], ["checkpoint", "verify", ""]):
+        assert main([*words, str(tmp_path / "job.toml"), *filter(None, [option])]) == 0, words
+    assert main(["train", str(tmp_path / "job.toml"), "--local"]) == 1, "the control: what needs the code says so"
+    assert "SyntaxError" in capsys.readouterr().out
+
+
+def test_l10_two_commands_cannot_both_change_the_code(code: Path, tmp_path: Path) -> None:
+    store, before = ObjectStore.open(str(tmp_path)), Sources({"a.py": ("1", "1")})
+    version = sources.Version(0, 0)
+    assert sources.begin(store, "run", before, version, 0.0) == sources.begin(store, "run", before, version, 0.0) == ""
+    with pytest.raises(Exists):
+        store.put_if_absent("run/code/000001.json", b"{}")
+    assert sources.stored(store, "run") == before
+
+
+def test_l10_a_changed_shape_is_one_sentence(code: Path, tmp_path: Path) -> None:
+    """L10: point 8 of the issue: the parameter, both shapes, the version and the fix, before anything of the run begins."""
+    job = job_of(tmp_path)
+    trained(job, stop=3)
+    begun = sorted(path for path in (tmp_path / "bucket").rglob("*"))
+    fix = "go on with the code and the settings that the run began with, or begin a run of another name$"
+    for old, new, says in (
+        (
+            "nn.Linear(4, width)",
+            "nn.Linear(4, width, bias=False)",
+            r"^parameter 'up\.bias', F32 of shape \[8\], is in the checkpoint of step 3 ",
+        ),
+        (
+            "nn.Linear(width, 1)",
+            "nn.Linear(width, 2)",
+            r"^parameter 'down\.weight' of model = 'mine\.model:build' is F32 of shape \[2, 8\], and ",
+        ),
+        ("def forward", "extra = 1\n\n    def forward", r"^the code of the run 'run' .* mine/model\.py \(changed\)"),
+    ):
+        edit(code / "mine/model.py", old, new)
+        with pytest.raises(JobError, match=says) as caught:
+            trained(job)
+        if isinstance(caught.value, ModelError):
+            assert "\n" not in str(caught.value)
+            assert str(caught.value).endswith(fix.removesuffix("$"))
+        edit(code / "mine/model.py", new, old)
+    assert sorted(path for path in (tmp_path / "bucket").rglob("*")) == begun, "refused before the run was touched"
+    trained(job)

@@ -24,6 +24,7 @@ import ray
 import elastic
 from actors import cluster
 from actors.journal_replicas import JournalReplicas
+from actors.objects import UsersCode
 from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder, make_log_folder
 from actors.survivors import Left, find
@@ -149,16 +150,18 @@ def steady_clock(wall: Callable[[], float] = time.time, pace: Callable[[], float
 class Coordinator:
     """The actor.  Its concurrency groups are ``inbox`` (events) and ``view`` (questions); the loop has its own thread."""
 
-    def __init__(self, job: Job, reference: Build, search_path: list[str], driver: str, seen: int, life: str, secret: bytes) -> None:
+    def __init__(
+        self, job: Job, reference: Build, search_path: list[str], driver: str, seen: int, life: str, secret: bytes, *objects: bytes
+    ) -> None:
         """``seen`` is the newest incarnation that ``driver`` has seen.  ``life`` is a random text that names this actor.  ``secret`` lets
-        the processes of the run recognise each other on direct sockets.
+        the processes of the run recognise each other on direct sockets.  ``objects`` are for workers (:mod:`actors.objects`).
 
         Ray starts the actor again with the same arguments whenever its process dies.  Raises :class:`PlatformGaveUp` if a command on
         another cluster has begun the run since.
         """
         end_on_sigterm()
         self.secret = secret
-        self.job, self.rules, self.search_path = job, job.rules(), search_path
+        self.job, self.rules, self.code = job, job.rules(), UsersCode(search_path, b"".join(objects))
         if job.metrics.sinks:  # no other code of the user runs in this process
             sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         self.clock = steady_clock()
@@ -185,7 +188,7 @@ class Coordinator:
             before, asked_at = self._claim(seen, life), time.monotonic()
             self._find_out(reference, before, life)
             self.group = Group(
-                self.job, self.run, self.token, self.incarnation, context.current_actor, self.search_path, self.secret, self.post_local
+                self.job, self.run, self.token, self.incarnation, context.current_actor, self.code, self.secret, self.post_local
             )
             self.group.tell = self._say
         except (Unavailable, OSError):

@@ -9,7 +9,8 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ import ray
 
 from actors import cluster
 from actors.coordinator import Coordinator, View
+from actors.objects import pack
 from actors.signals import Requests
+from actors.terminal import show_for
 from elastic import restarts
 from elastic.branches import flat
 from elastic.engine.optim.schedule import learning_rate_of
@@ -40,6 +43,8 @@ next.
 """
 LEAVING_S = 2.0
 """Seconds for a coordinator whose run is over to end itself, once its drivers have seen the end."""
+STEPS = 100_000
+"""Largest number of steps of which a result gives the losses."""
 Show = Callable[[Line], None]
 
 
@@ -59,6 +64,22 @@ class Result:
     job_error: str = ""
     """The user's traceback, if the job is at fault."""
 
+    @property
+    def losses(self) -> dict[int, float]:
+        """The loss of each step of the run by step, at most of the last :data:`STEPS`.  They are read from the bucket."""
+        return self._column("loss")
+
+    @property
+    def validations(self) -> dict[int, float]:
+        """The mean loss on the held-out samples, by the step after which it was measured; of as many steps."""
+        return self._column("validation_loss")
+
+    def _column(self, name: str) -> dict[int, float]:
+        from elastic.metrics import rows_of
+
+        rows = deque(rows_of(Run.find(Job(name=self.name, bucket=self.bucket))), STEPS)
+        return {int(row["step"]): row[name] for row in rows if name in row}
+
 
 def launch(
     job: Job,
@@ -69,9 +90,10 @@ def launch(
     accept_code: bool = False,
     resume: str | int = LATEST,
     again: bool = False,
-    show: Show = lambda line: None,
+    show: Show | None = None,
 ) -> Result:
-    """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.
+    """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.  ``show`` gets each line about what happens;
+    without it they are printed.
 
     A run that began with other settings goes on with these if ``branch`` says so, unless its state or its place in the data does not fit.
     A run whose code was other goes on with the code of now if ``accept_code`` says so.
@@ -87,6 +109,7 @@ def launch(
     from elastic.train.preflight import preflight
     from elastic.train.session import settled
 
+    show = show or show_for(job)
     with Requests() as requests:
         if not local:
             check_packages(Path.cwd())  # this folder comes first on the workers' path
@@ -95,6 +118,7 @@ def launch(
         job, branch = start.job, branch or start.at is not None
         if branch:
             Run.begun(job)
+        objects = [] if local else pack(job)
         checked = preflight(job, local=local, branch=branch, accept_code=accept_code, start=start)
         for sentence in checked.notes:
             show(Sentence(time.time(), sentence))
@@ -117,7 +141,7 @@ def launch(
             then = "it can branch" if branch else "it can go on with other code"
             raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then {then}")
         _begin(start, show, branch)
-        return _follow(_heeding_the_driver(job, show), checked, requests, show, seen, again or branch)
+        return _follow(_heeding_the_driver(job, show), checked, objects, requests, show, seen, again or branch)
 
 
 def _begin(start: Start, show: Show, branch: bool) -> None:
@@ -188,7 +212,7 @@ def _heeding_the_driver(job: Job, show: Show) -> Job:
     return job
 
 
-def _follow(job: Job, checked: Checked, requests: Requests, show: Show, seen: int, again: bool) -> Result:
+def _follow(job: Job, checked: Checked, objects: Sequence[bytes], requests: Requests, show: Show, seen: int, again: bool) -> Result:
     """Attaches to the run, or starts it, and watches it to its end or until this driver is told to leave.
 
     ``seen`` is the run's newest incarnation that this driver has seen: it does not start the run if somebody else has begun it since.
@@ -204,7 +228,7 @@ def _follow(job: Job, checked: Checked, requests: Requests, show: Show, seen: in
         cluster.check_room(job.workers)
         job = _with_microbatch(job, show)
         _note_code(Run.open(job), checked, show)
-        coordinator = start(job, replace(checked.build, host=cluster.place(cluster.here())), driver, seen)
+        coordinator = start(job, replace(checked.build, host=cluster.place(cluster.here())), driver, seen, objects)
     else:
         show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{_not_ours(job, coordinator, deadline_s)}"))
     try:
@@ -356,11 +380,11 @@ def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> No
     _await_gone(name)
 
 
-def start(job: Job, reference: Build, driver: str, seen: int) -> Any:
+def start(job: Job, reference: Build, driver: str, seen: int, objects: Sequence[bytes] = ()) -> Any:
     """Starts a coordinator: named, detached, without an accelerator.  From now on the folder in the bucket belongs to the run.
 
     ``reference`` is the build that every worker must match.  ``driver`` is the driver that starts it, if nobody has claimed the run since
-    incarnation ``seen``.  Raises as :meth:`Run.trains_on`.
+    incarnation ``seen``.  ``objects`` are those of the job (:func:`~actors.objects.pack`).  Raises as :meth:`Run.trains_on`.
     """
     run = Run.open(job)
     run.trains_on(reference.data)
@@ -378,7 +402,7 @@ def start(job: Job, reference: Build, driver: str, seen: int) -> Any:
             label_selector=cluster.on_this_node(),
             fallback_strategy=cluster.elsewhere(),
         )
-        .remote(job, reference, cluster.search_path(), driver, seen, uuid.uuid4().hex[:6], secrets.token_bytes(32))
+        .remote(job, reference, cluster.search_path(), driver, seen, uuid.uuid4().hex[:6], secrets.token_bytes(32), *objects)
     )
     return coordinator
 

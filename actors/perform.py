@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import cluster
 from actors.keeper import GROUPS, Keeper
 from actors.logs import EXAMINE_S
+from actors.objects import UsersCode
 from actors.relay import Orders
 from actors.survivors import Left
 from actors.worker import Worker
@@ -82,12 +83,12 @@ class Group:
         token: str,
         incarnation: int,
         coordinator: Any,
-        search_path: list[str],
+        code: UsersCode,
         secret: bytes,
         post: Callable[[Event], None],
     ) -> None:
         self.job, self.run, self.token, self.incarnation = job, run, token, incarnation
-        self.coordinator, self.search_path, self.secret, self.post = coordinator, search_path, secret, post
+        self.coordinator, self.code, self.secret, self.post = coordinator, code, secret, post
         self.workers: dict[WorkerId, Any] = {}
         self.joined: dict[WorkerId, NodeId] = {}
         self.keepers: dict[NodeId, Any] = {}
@@ -226,7 +227,7 @@ class Group:
                 scheduling_strategy="SPREAD",
                 label_selector={"ray.io/node-id": f"!in({', '.join(avoid)})"} if avoid else None,
             )
-            .remote(self.job, self.token, worker, self.coordinator, self.search_path, self.secret, self._peers())
+            .remote(self.job, self.token, worker, self.coordinator, self.code, self.secret, self._peers())
         )
         self.workers[worker] = actor
         self._when_done(actor.train.remote(), actor, lambda error: self._ended(worker, error))

@@ -16,7 +16,7 @@ from elastic.report.story import Line, StepLine
 if TYPE_CHECKING:
     from actors.launch import Result
 
-console = Console(highlight=False)
+console = Console(highlight=False, force_jupyter=False)  # a notebook would make a block of HTML of each line
 DATA_WAIT = 0.1
 """Smallest part of a step for which a worker waits for data that a line of the step tells."""
 

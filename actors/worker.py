@@ -40,6 +40,7 @@ from storage.errors import Unavailable
 
 if TYPE_CHECKING:
     from actors.coordinator import Lease
+    from actors.objects import UsersCode
     from elastic.train.loop import Trainer
 
 DISMISSED_S = EXAMINE_S + 2
@@ -55,14 +56,14 @@ class Worker:
     """
 
     def __init__(
-        self, job: Job, run: str, worker: WorkerId, coordinator: Any, search_path: list[str], secret: bytes, peers: Sequence[str] = ()
+        self, job: Job, run: str, worker: WorkerId, coordinator: Any, code: UsersCode, secret: bytes, peers: Sequence[str] = ()
     ) -> None:
         """``peers`` are the addresses of keepers that may have compiled code for this worker."""
-        self.job, self.worker, self.coordinator, self.secret, self.peers = job, worker, coordinator, secret, peers
+        self.job, self.worker, self.coordinator, self.secret, self.peers, self.code = job, worker, coordinator, secret, peers, code
         self.outbox = Outbox(coordinator, job.deadlines.fence_s)
         self._made_at, self._made_with_s = time.monotonic(), time.process_time()
         end_on_sigterm()
-        sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
+        sys.path[:0] = [entry for entry in code.search_path if entry not in sys.path]
         make_log_folder(run)
         _redirect_output(log_file(run, worker))
         faulthandler.register(signal.SIGUSR1)  # on SIGUSR1 it writes all stacks into its log, which shows where it hangs
@@ -94,6 +95,7 @@ class Worker:
         from storage.objects import ObjectStore
 
         try:
+            self.job = self.code.restore(self.job)
             device = prepare_process(self.job, ray.util.get_node_ip_address())
             session = make_session(self.job, self.counters)
             tensors = tensors_of(build_model(self.job, session.builder), session.rule)

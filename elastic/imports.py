@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from elastic.errors import CodeError
+from elastic.objects import OBJECT, Given, fingerprints
 
 PACKAGES = ("elastic", "actors", "storage")
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,13 +33,20 @@ def split(path: str) -> tuple[str, str]:
 
 
 def load(path: str, setting: str = "") -> Any:
-    """Returns the object that ``"pkg.module:name"`` names.
+    """Returns the object that ``"pkg.module:name"`` names, or the one that was given in place of a name.
 
     ``setting`` is the setting of the job that names it, for messages.  Raises :class:`CodeError` if the path is malformed, the module is
     not found or fails to import, or it lacks the name.
     """
+    if isinstance(path, Given):
+        return path.value
     module_name, name = split(path)
     named = f"{setting} = {path!r}" if setting else repr(path)
+    if module_name == OBJECT:
+        raise CodeError(
+            f"{named} is code of the script or notebook that began the run, and nobody here has it; go on from that script, by "
+            f"launch(Job(...)) with the same functions"
+        )
     module = _module(named, module_name)
     try:
         return getattr(module, name)
@@ -121,15 +129,19 @@ def own_digest() -> str:
 def code_digest(paths: Iterable[str]) -> str:
     """Returns the top-level package or module of each of ``paths`` (``pkg.module:name``, loaded before), with a digest of its sources.
 
+    An object that was given in place of a name has its fingerprint.
+
     Our own packages are left out, but the version of a library that one of our modules names as its ``LIBRARY`` is added.  Packages that
     these import from elsewhere are not read, nor are files beside a module that is a single file: code of several files belongs into a
     package.
     """
-    names = {split(path)[0] for path in paths}
+    paths = list(paths)
+    names = {split(path)[0] for path in paths} - {OBJECT}
     tops = sorted({name.partition(".")[0] for name in names} - set(PACKAGES))
     libraries = sorted({getattr(sys.modules[name], "LIBRARY", "") for name in names if name.partition(".")[0] in PACKAGES} - {""})
     digests = (f"{top} {_digest(_places(sys.modules[top]))}" for top in tops)
-    return ", ".join((*digests, *(f"{library} {version(library)}" for library in libraries)))
+    objects = (f"{path} {fingerprint}" for path, fingerprint in fingerprints(paths).items())
+    return ", ".join((*digests, *objects, *(f"{library} {version(library)}" for library in libraries)))
 
 
 def _places(module: ModuleType) -> list[Path]:

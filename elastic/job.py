@@ -63,6 +63,7 @@ from elastic.config.values import (
 )
 from elastic.control.rules import Rules, WatchRule
 from elastic.errors import JobError
+from elastic.objects import Given
 from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout, LayoutRule, table
 from elastic.plan.ramp import Batches
@@ -84,8 +85,8 @@ class Job(Part):
     bucket: Free[Annotated[str, AfterValidator(place)]]
     """Folder or fsspec URL of the bucket.  Every node must see the same place under it."""
     model: Refused[Code] = "elastic.models.llama:build"
-    """The model, as ``pkg.module:build``.  ``build(**model_args)`` returns an ``nn.Module`` on the meta device, with ``init_weights()``.
-    ``elastic.models.llama:build`` has Llama 3 and Qwen 3 too, ``elastic.models.gpt2:build`` has GPT-2.
+    """The model, as ``pkg.module:build``, or in Python ``build`` itself.  ``build(**model_args)`` returns an ``nn.Module`` on the meta
+    device, with ``init_weights()``.  ``elastic.models.llama:build`` has Llama 3 and Qwen 3 too, ``elastic.models.gpt2:build`` has GPT-2.
     """
     model_args: Refused[dict[str, JsonValue]] = {}  # noqa: RUF012 (pydantic copies it)
     """Arguments of ``model``.  Our own models take the name of a published one: ``{ preset = "qwen3-8b" }``."""
@@ -94,7 +95,9 @@ class Job(Part):
     step 0 and with fresh moments.  The choice is made when the run begins, and stays.  Empty: the model initialises itself.
     """
     loss: Branch[Code] = "elastic.engine.loss:next_token"
-    """The loss, as ``pkg.module:loss``.  ``loss(model, batch)`` returns ``(loss_sum, count)``: a sum, and the number of its terms."""
+    """The loss, as ``pkg.module:loss``, or in Python ``loss`` itself.  ``loss(model, batch)`` returns ``(loss_sum, count)``: a sum, and the
+    number of its terms.
+    """
     seed: Branch[Whole] = 0
     """Seed of the initial weights, of the order of the samples, of dropout, and of the rounding of moments."""
     steps: Branch[Positive] = 100
@@ -283,6 +286,20 @@ class Job(Part):
         parts = self.data.args.get("parts")  # of a mixture
         mixed = (each.get("dataset") for each in parts if isinstance(each, dict)) if isinstance(parts, list) else ()
         return (self.model, self.loss, self.data.dataset, *optimizer, *validated, *(each for each in mixed if isinstance(each, str)))
+
+    def objects(self) -> dict[str, Given]:
+        """Returns the code that was given as objects and cannot be imported, by setting."""
+        code = {"model": self.model, "loss": self.loss, "data.dataset": self.data.dataset}
+        code |= {"optim.kind": self.optim.kind, "validation.dataset": self.validation.dataset}
+        return {setting: path for setting, path in code.items() if isinstance(path, Given)}
+
+    def with_objects(self, given: Mapping[str, Given]) -> Job:
+        """Returns the job with the objects that :meth:`objects` returned, in a process that knows only their names."""
+        job = self
+        for setting, each in given.items():
+            section, _, name = setting.rpartition(".")
+            job = job.replace(**({section: getattr(job, section).model_copy(update={name: each})} if section else {name: each}))
+        return job
 
     @property
     def microbatches(self) -> int:

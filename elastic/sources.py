@@ -17,7 +17,7 @@ import hashlib
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, resolve_name
@@ -27,6 +27,7 @@ from typing import Any
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.imports import PACKAGES, ROOT, python_files, split
+from elastic.objects import Given, parts_of
 from storage.documents import seal, unseal
 from storage.objects import ObjectStore
 
@@ -65,9 +66,15 @@ class Sources:
 # ---- the files
 
 
-def sources_of(paths: Iterable[str]) -> Sources:
-    """Returns the sources of the code that ``paths`` name as ``pkg.module:name``."""
-    return Sources(files_of(split(path)[0] for path in paths))
+def sources_of(paths: Sequence[str]) -> Sources:
+    """Returns the sources of the code that ``paths`` name as ``pkg.module:name``.
+
+    Objects that were given in place of names count as files, by their fingerprints and those of the globals that they use.
+    """
+    named = [path for path in paths if not isinstance(path, Given)]
+    objects, modules = parts_of(path for path in paths if isinstance(path, Given))
+    files = files_of([*(split(path)[0] for path in named), *sorted(modules)])
+    return Sources(files | {name: (digest, digest) for name, digest in objects.items()})
 
 
 def files_of(modules: Iterable[str]) -> dict[str, tuple[str, str]]:

@@ -36,7 +36,9 @@ class Data(Part):
     """The samples."""
 
     dataset: Branch[Code] = "elastic.data.tokens:TokenDataset"
-    """The class of the dataset, as ``pkg.module:Class``.  It has ``len()``, ``read(ids)`` and ``fingerprint()``."""
+    """The class of the dataset, as ``pkg.module:Class``, or in Python the class itself.  It has ``len()``, ``read(ids)`` and
+    ``fingerprint()``.
+    """
     args: Free[dict[str, JsonValue]] = {}
     """Arguments of that class.  Data may be moved: a run remembers only the fingerprint of its samples, and refuses other samples."""
     sampling: Branch[Literal["permutation", "with_replacement"]] = "permutation"

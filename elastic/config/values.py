@@ -11,15 +11,19 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, WrapValidator
 from pydantic.fields import FieldInfo
 
 from elastic.errors import CodeError
 from elastic.imports import split
+from elastic.objects import MAIN, Given, named
 from storage.objects.urls import folder_of
 
 NAME_LETTERS = 200
 """Largest number of letters in the name of a run.  Names of files and shared memory add to it, and may have 255 bytes."""
+
+JSON = (str, bool, int, float, list, tuple, dict)
+"""Types of values that a job file can have.  Everything else that stands for code is the code itself."""
 
 T = TypeVar("T")
 
@@ -69,11 +73,19 @@ def free_settings(model: type[BaseModel]) -> dict[str, Any]:
     return found
 
 
-def _code(path: str) -> str:
+def _code(value: Any, check: Callable[[Any], str]) -> str:
+    """Returns the name of code.  A function or a class is named, or stays beside its name if it cannot be imported."""
+    if isinstance(value, Given):
+        return value
+    if callable(value) or (not isinstance(value, JSON) and value is not None):
+        return named(value)
+    path = check(value)
     try:
-        split(path)
+        module, _ = split(path)
     except CodeError:
         raise ValueError("must name code as 'package.module:name'") from None
+    if module == MAIN:
+        raise ValueError("names code of the script that runs; give the function or class itself, without quotes, or put it into a module")
     return path
 
 
@@ -187,4 +199,4 @@ Flag = Annotated[bool, Field(strict=True)]
 Positive = Annotated[Whole, Field(ge=1)]
 Seconds = Annotated[Number, Field(gt=0)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
-Code = Annotated[str, AfterValidator(_code)]
+Code = Annotated[str, WrapValidator(_code)]

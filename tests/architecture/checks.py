@@ -55,8 +55,8 @@ def wrong_imports(file: Path, source: str, modules: frozenset[str]) -> Iterator[
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     for line, name in imported(source, package):
         top = name.partition(".")[0]
-        if top in table.NO_MODULES:
-            yield f"{file}:{line}: imports {top}, which runs code when it reads"
+        if (pickling := {*name.split(".")} & {*table.NO_MODULES}) and file.as_posix() not in table.PICKLES:
+            yield f"{file}:{line}: imports {pickling.pop()}, which runs code when it reads"
         elif top in table.PACKAGES:
             if not _allows(row, _home(name, modules)):
                 yield f"{file}:{line}: {module} may not import {_home(name, modules)}"

@@ -37,7 +37,8 @@ IMPORTS = {
     "storage.datasets": Row(("storage.datasets.*", "storage.objects.*", *DOCUMENTS), ("blake3", "numpy", "pyarrow")),
     "elastic.ids": Row(("storage.slices",)),
     "elastic.errors": Row(),
-    "elastic.imports": Row(("elastic.errors",)),
+    "elastic.objects": Row(),
+    "elastic.imports": Row(("elastic.errors", "elastic.objects")),
     "elastic.threads": Row(),
     "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
     "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")),
@@ -49,7 +50,8 @@ IMPORTS = {
     "elastic.report.page": Row(("elastic.report.*", "elastic.ids")),
     "elastic.report.page.png": Row(("elastic.report.page.*",), ("matplotlib",)),
     "elastic.config": Row(
-        ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.sim.faults", "storage.objects.urls"), ("pydantic",)
+        ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.objects", "elastic.sim.faults", "storage.objects.urls"),
+        ("pydantic",),
     ),
     "elastic.config.agreement": Row(("elastic.config.sections", "elastic.job", "elastic.plan.mixture")),
     "elastic.job": Row(
@@ -57,6 +59,7 @@ IMPORTS = {
             "elastic.config.*",
             "elastic.control.rules",
             "elastic.errors",
+            "elastic.objects",
             "elastic.plan.*",
             "elastic.protocol.copy_schedule",
         ),
@@ -64,7 +67,7 @@ IMPORTS = {
     ),
     "elastic.branches": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
     "elastic.forks": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
-    "elastic.sources": Row(("storage.*", *NAMES)),
+    "elastic.sources": Row(("elastic.objects", "storage.*", *NAMES)),
     "elastic.runs": Row(
         (
             *("elastic", "elastic.branches", "elastic.forks", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job"),
@@ -159,6 +162,8 @@ IMPORTS = {
 
 NO_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 """Modules that can run code while they read data; they are never imported, and torch's own forms of them are never called."""
+PICKLES = {"actors/objects.py": "it brings functions of a script to workers, and reads nothing from storage"}
+"""The only file that may import one of these, in any form, and why."""
 NO_CALLS = ("torch.save", "torch.load")
 
 GROUPS = frozenset(
@@ -196,6 +201,7 @@ BOUNDARIES = {
     "storage/background.py": "whatever ends a thread is raised where its result is waited for",
     "elastic/threads.py": "whatever ends a thread's work is told, and the work begins anew or the process ends",
     "elastic/metrics.py": "whatever a sink of the user's raises is told, and the run goes on",
+    "elastic/objects.py": "whatever an object of the user's raises while it is looked at, its type must do",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }
 """Places that may catch every exception, and why."""

@@ -83,6 +83,7 @@ def test_every_row_and_every_exception_is_used() -> None:
         ("storage/x.py", "import torch", "may not import torch"),
         ("actors/x.py", "import examples.quickstart", "may not import examples"),
         ("actors/x.py", "import pickle", "imports pickle"),
+        ("actors/x.py", "from ray import cloudpickle", "imports cloudpickle"),
         ("elastic/new.py", "import os", "no row of the import table"),
     ],
 )
@@ -98,6 +99,7 @@ def test_a_wrong_import_is_found(file: str, line: str, wrong: str) -> None:
         ("elastic/control/x.py", "from elastic.plan.layout import Layout"),
         ("elastic/plan/x.py", "from storage.slices import Slice"),
         ("actors/x.py", "import ray"),
+        ("actors/objects.py", "from ray import cloudpickle"),
         ("elastic/engine/x.py", "import torch.distributed as dist"),
     ],
 )

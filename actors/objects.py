@@ -1,0 +1,99 @@
+"""Brings the objects of a job to its workers: functions and classes of a script or a notebook, by value.
+
+This is the only place that pickles code.  The driver makes the bytes; Ray keeps them with the coordinator's arguments, so that they outlive
+the driver and every coordinator; only a worker reads them, in which the user's code runs anyway.  They never go to the bucket: nothing
+that is read from storage can run code.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ray import cloudpickle
+
+from elastic.errors import CodeError, JobError
+from elastic.imports import failure
+from elastic.job import Job
+from elastic.objects import Given
+from elastic.plan.copy_budget import amount
+
+CHUNK = 64 * 2**10
+"""Bytes of one argument of the coordinator.  Ray keeps arguments below 100 KiB with the actor, and larger ones with their driver."""
+LARGEST = 4 * 2**20
+"""Largest size of all objects together, in bytes: Ray keeps at most 10 MB of arguments with an actor."""
+
+
+@dataclass(frozen=True)
+class UsersCode:
+    """Brings a worker to the user's code."""
+
+    search_path: list[str]
+    """The folders of the driver's code."""
+    objects: bytes = b""
+    """The objects by setting, pickled; empty without any."""
+
+    def restore(self, job: Job) -> Job:
+        """Returns ``job`` with its objects.  Raises :class:`CodeError` if they need something that this process does not find."""
+        if not self.objects:
+            return job
+        try:
+            found: Mapping[str, tuple[Any, str]] = cloudpickle.loads(self.objects)
+        except Exception as error:  # whatever the user's code raises while it is made anew
+            raise CodeError(
+                f"the objects of the job ({', '.join(job.code())}) cannot be made here: {failure(error)}; install on every node what the "
+                f"script imports"
+            ) from error
+        return job.with_objects({setting: Given(value, fingerprint) for setting, (value, fingerprint) in found.items()})
+
+
+def pack(job: Job) -> list[bytes]:
+    """Returns the job's objects in chunks; none if it has none.  Raises :class:`JobError` if one cannot be sent."""
+    for sink in job.metrics.sinks:
+        if isinstance(sink, Given):
+            raise JobError(f"metrics.sinks = {str(sink)!r} is used where only files are read; put the class into a module, and name that")
+    given = job.objects()
+    if not given:
+        return []
+    packed = _packed(given)
+    if len(packed) > LARGEST:
+        sizes = {setting: len(_packed({setting: each})) for setting, each in given.items()}
+        largest = max(sizes, key=sizes.__getitem__)
+        raise JobError(
+            f"{largest} = {str(given[largest])!r} takes {amount(sizes[largest])} with it, and the objects of a job may have "
+            f"{amount(LARGEST)}: its globals, defaults or closure hold data; read that inside of it, from a file"
+        )
+    return [packed[at : at + CHUNK] for at in range(0, len(packed), CHUNK)]
+
+
+def _packed(given: Mapping[str, Given]) -> bytes:
+    """Returns the objects pickled together, so that what they share is one object at the worker, too."""
+    try:
+        return _pickled({setting: (each.value, each.fingerprint) for setting, each in given.items()})
+    except Exception as error:  # whatever the user's objects raise
+        if len(given) > 1:
+            for setting, each in given.items():
+                _packed({setting: each})
+        settings = " and ".join(f"{setting} = {str(each)!r}" for setting, each in given.items())
+        why = str(error) if isinstance(error, CodeError) else f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise JobError(f"{settings} cannot be sent to workers: {why}; make or open it inside of the function that uses it") from error
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Refuses what would be pickled but is of no use elsewhere."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            raise CodeError(f"it holds a tensor on {value.device}")
+        if isinstance(value, io.IOBase):
+            raise CodeError(f"it holds the open file {getattr(value, 'name', '')!r}")
+        return super().reducer_override(value)

@@ -172,7 +172,7 @@ class Run:
     def trains_with(self, code: Sources, now: float) -> str:
         """Notes that the run goes on with this code, and returns a sentence if it had another; "" otherwise.
 
-        Raises :class:`~storage.errors.Exists` if another command has noted something meanwhile.
+        Raises :class:`~storage.errors.Exists` if another command has noted other code meanwhile.
         """
         newest = self.newest() or Version(0, 0)
         return sources.begin(self.store, self.job.name, code, newest, now) if newest.step < self.job.steps else ""

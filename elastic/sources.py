@@ -29,6 +29,7 @@ from elastic.ids import Version
 from elastic.imports import PACKAGES, ROOT, python_files, split
 from elastic.objects import Given, parts_of
 from storage.documents import seal, unseal
+from storage.errors import Exists
 from storage.objects import ObjectStore
 
 FORMAT = 1
@@ -193,7 +194,8 @@ def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
 def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: float) -> str:
     """Writes the sources with which the run goes on from ``version``, unless they are those that are stored.
 
-    Returns the sentence that says what changed, or "".  Raises :class:`~storage.errors.Exists` if another command has done so.
+    Returns the sentence that says what changed, or "".  Raises :class:`~storage.errors.Exists` if another command has begun the run with
+    other code meanwhile.
     """
     then, number = stored(store, name), _newest(store, name) + 1
     differs = now.differ(then) if then is not None else []
@@ -209,7 +211,12 @@ def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: flo
         "python": now.python,
         "files": {file: list(digests) for file, digests in sorted(now.files.items())},
     }
-    store.put_if_absent(_key(name, number), seal(about))
+    try:
+        store.put_if_absent(_key(name, number), seal(about))
+    except Exists:  # two commands begin the run at the same time, and one of them follows the other
+        if (other := stored(store, name)) is None or now.differ(other):
+            raise
+        return ""
     return f"code {number} of {name} goes on from step {version.step}: {listed(differs)}" if differs else ""
 
 

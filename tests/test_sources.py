@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from actors.cli import main
 from actors.launch import launch
 from elastic import sources
 from elastic.errors import JobError, ModelError
+from elastic.ids import Version
 from elastic.job import Job
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.sources import Sources, sources_of
@@ -275,13 +277,30 @@ def test_l10_no_command_is_locked_out_by_changed_code(code: Path, tmp_path: Path
     assert "SyntaxError" in capsys.readouterr().out
 
 
-def test_l10_two_commands_cannot_both_change_the_code(code: Path, tmp_path: Path) -> None:
-    store, before = ObjectStore.open(str(tmp_path)), Sources({"a.py": ("1", "1")})
-    version = sources.Version(0, 0)
-    assert sources.begin(store, "run", before, version, 0.0) == sources.begin(store, "run", before, version, 0.0) == ""
+class Before:
+    """A store as it was before another command wrote, for the first looks at it."""
+
+    def __init__(self, store: ObjectStore, looks: int) -> None:
+        self.store, self.looks = store, looks
+
+    def list(self, prefix: str) -> Any:
+        self.looks -= 1
+        return [] if self.looks >= 0 else self.store.list(prefix)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+@pytest.mark.fast
+def test_l10_two_commands_that_begin_at_once_begin_with_the_same_code(tmp_path: Path) -> None:
+    """L10: one of two drivers follows the other; with other code it is refused, and what was noted stays."""
+    store, same, version = ObjectStore.open(str(tmp_path)), Sources({"a.py": ("1", "1")}), Version(0, 0)
+    assert sources.begin(store, "run", same, version, 0.0) == ""
+    late: Any = Before(store, 2)
+    assert sources.begin(late, "run", same, version, 1.0) == "" and late.looks < 0
     with pytest.raises(Exists):
-        store.put_if_absent("run/code/000001.json", b"{}")
-    assert sources.stored(store, "run") == before
+        sources.begin(cast(Any, Before(store, 2)), "run", Sources({"a.py": ("2", "2")}), version, 1.0)
+    assert sources.stored(store, "run") == same and len(sources.every(store, "run")) == 1
 
 
 def test_l10_a_changed_shape_is_one_sentence(code: Path, tmp_path: Path) -> None:

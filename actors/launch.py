@@ -138,8 +138,7 @@ def launch(
         cluster.connect(address, job.workers, compiles=job.compile)
         requests.note()
         if (branch or accept_code) and attach(job.name) is not None:
-            then = "it can branch" if branch else "it can go on with other code"
-            raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then {then}")
+            raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
         _begin(start, show, branch)
         return _follow(_heeding_the_driver(job, show), checked, objects, requests, show, seen, again or branch)
 

@@ -30,7 +30,7 @@ from elastic.state.shard import DTYPES, Home, Key, Shard, place_of
 from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.state.streaming import look_at
-from elastic.train.model import BUFFERS, State, misfit
+from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, misfit
 from elastic.train.step import Session
 from storage.background import begin
 from storage.checkpoints import Checkpoints, Reader
@@ -269,7 +269,7 @@ def weights_of(state: State, checkpoints: Checkpoints, hook: Callable[[], None])
     origin = forks.Origin.of(state.job.init)
     reader = forks.checkpoints(checkpoints.store, origin.run).open(origin.version)
     weights = [tensor for tensor in state.tensors if tensor.kind in WEIGHTS]
-    if why := misfit(state.job, weights, reader.tensors(), origin.version):
+    if why := misfit(state.job, weights, reader.tensors(), origin.version, AS_IT_IS_THERE):
         raise StateMissing(f"init = {state.job.init!r}: {why}")
     return _fill(state, reader, [box.slice for tensor in weights for box in held(tensor, state.shard.cell).boxes], hook)
 

@@ -30,6 +30,8 @@ from elastic.train.arithmetic import Arithmetic
 from storage.errors import Unavailable
 from storage.slices import Tensor, Version, nbytes
 
+AS_IT_BEGAN = "go on with the code and the settings that the run began with, or begin a run of another name"
+AS_IT_IS_THERE = "use the model and the model_args of that run"
 UPDATES = Tensor("updates", "scalar", "F32", ())
 """Number of updates that were applied; a step that is skipped does not count."""
 
@@ -100,7 +102,7 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
     return (*found, UPDATES, *(Tensor(name, "scalar", "F32", ()) for name in rule.scalars), *rule.kept)
 
 
-def misfit(job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], version: Version) -> str:
+def misfit(job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], version: Version, fix: str = AS_IT_BEGAN) -> str:
     """Returns a sentence about the first tensor in which the model differs from a checkpoint of ``version``; "" if it fits."""
     there = {(tensor.kind, tensor.name): tensor for tensor in stored}
     here = {(tensor.kind, tensor.name): tensor for tensor in tensors}
@@ -116,7 +118,7 @@ def misfit(job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], versio
         what = f"{_told(ours)} of {named} is not in {checkpoint}"
     else:
         what = f"{ours.kind} {ours.name!r} of {named} is {_form(ours)}, and in {checkpoint} it is {_form(theirs)}"
-    return f"{what}; go on with the code and the settings that the run began with, or begin a run of another name"
+    return f"{what}; {fix}"
 
 
 def _told(tensor: Tensor) -> str:

@@ -40,7 +40,7 @@ from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
 from elastic.train.counters import Counters
 from elastic.train.machine.device import need_of
-from elastic.train.model import build_model, builder_of, bytes_of, misfit, tensors_of
+from elastic.train.model import AS_IT_IS_THERE, build_model, builder_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session
 from elastic.train.step import Session
 from storage.errors import Unavailable
@@ -134,7 +134,7 @@ def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store
     """Raises :class:`JobError` unless the checkpoint of another run fits the model and, if the run goes on from it, the samples."""
     reader, weights = forks.checkpoints(store, origin.run).open(origin.version), bool(start.job.init)
     wanted = [each for each in tensors if not weights or each.kind in WEIGHTS]
-    if why := misfit(start.job, wanted, reader.tensors(), origin.version):
+    if why := misfit(start.job, wanted, reader.tensors(), origin.version, AS_IT_IS_THERE):
         raise JobError(f"{start.setting}: {why}")
     if not weights:
         try:

@@ -281,11 +281,11 @@ class Job(Part):
 
     def code(self) -> tuple[str, ...]:
         """Returns the code that the job names, as ``pkg.module:name``."""
-        optimizer = (self.optim.kind,) if ":" in self.optim.kind else ()
+        own = [kind for kind in (self.optim.kind, self.schedule.kind) if ":" in kind]
         validated = (self.validation.dataset,) if self.validation.every and self.validation.dataset else ()
         parts = self.data.args.get("parts")  # of a mixture
         mixed = (each.get("dataset") for each in parts if isinstance(each, dict)) if isinstance(parts, list) else ()
-        return (self.model, self.loss, self.data.dataset, *optimizer, *validated, *(each for each in mixed if isinstance(each, str)))
+        return (self.model, self.loss, self.data.dataset, *own, *validated, *(each for each in mixed if isinstance(each, str)))
 
     def objects(self) -> dict[str, Given]:
         """Returns the code that was given as objects and cannot be imported, by setting."""
@@ -425,7 +425,7 @@ The name only says which run it is.  ``data.args`` are free, because the fingerp
 _LATER: dict[str, dict[str, Any]] = {
     "data": {"weights": [], "group_by_length": False},
     "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled", "moments": "model"},
-    "schedule": {"decay_steps": 0},
+    "schedule": {"decay_steps": 0, "args": {}},
     "batch_ramp": {"start": 0, "increment": 0, "samples": 0},
     "reduction": {"block": 1, "wire": "fp32"},
     "spikes": {"action": "none", "z": 6.0, "window": 128},

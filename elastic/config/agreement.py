@@ -130,6 +130,17 @@ def _offload(job: Job) -> Iterator[str]:
 def _schedule(job: Job) -> Iterator[str]:
     """Yields a sentence for each part of the schedule that does not fit the others."""
     schedule = job.schedule
+    if own := ":" in schedule.kind:
+        for name in ("warmup_steps", "final", "decay_steps"):
+            if (value := getattr(schedule, name)) != type(schedule).model_fields[name].default:
+                yield (
+                    f"schedule.{name} = {value} with schedule.kind = {schedule.kind!r}: your own schedule says the rate of every step; "
+                    f"leave schedule.{name} out, or pass it in schedule.args"
+                )
+    elif schedule.args:
+        yield f"schedule.args = {schedule.args} are for a schedule of your own, and schedule.kind = {schedule.kind!r}; leave them out"
+    if own:
+        return
     warmup, decay, steps = schedule.warmup_steps, schedule.decay_steps, job.steps
     if warmup > steps:
         yield f"schedule.warmup_steps = {warmup} is more than steps = {steps}; lower it or train longer"

@@ -109,14 +109,17 @@ class Optim(Part):
 class Schedule(Part):
     """The learning rate by step.  It rises linearly from 0 in the warmup, and then follows ``kind``."""
 
-    kind: Branch[Literal["cosine", "constant", "wsd"]] = "cosine"
-    """``cosine`` falls to ``final`` × ``optim.lr`` at the last step.  ``constant`` stays at ``optim.lr``.  ``wsd`` stays there, too, and
-    falls linearly in the last ``decay_steps``.
+    kind: Branch[Literal["cosine", "linear", "constant", "wsd", "rsqrt"] | Code] = "cosine"
+    """``cosine`` and ``linear`` fall to ``final`` × ``optim.lr`` at the last step.  ``constant`` stays at ``optim.lr``.  ``wsd`` stays
+    there, too, and falls linearly in the last ``decay_steps``.  ``rsqrt`` falls with the inverse square root of the step.
+    ``pkg.module:function`` is your own: ``function(step, steps, **args)`` returns the part of ``optim.lr``, of the warmup as well.
     """
+    args: Branch[dict[str, JsonValue]] = {}
+    """Arguments of your own schedule."""
     warmup_steps: Branch[Annotated[Whole, Field(ge=0)]] = 0
     """Number of steps in which the learning rate rises."""
     final: Branch[Annotated[Number, Field(ge=0, le=1)]] = 0.1
-    """Fraction of ``optim.lr`` that is left at the last step, unless the rate is constant."""
+    """Fraction of ``optim.lr`` that is left at the last step, with ``cosine``, ``linear`` and ``wsd``."""
     decay_steps: Branch[Annotated[Whole, Field(ge=0)]] = 0
     """Number of steps at the end in which the learning rate of ``wsd`` falls."""
 

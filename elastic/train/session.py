@@ -15,6 +15,7 @@ import elastic
 from elastic.data.cursor import Cursor, Lengths
 from elastic.data.loader import Dataset, Loader
 from elastic.engine.optim.base import rule_of
+from elastic.engine.optim.schedule import check_schedule
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import CodeError, DataError, ElasticError, JobError, NoRoomYet
 from elastic.imports import code_digest, load, own_digest
@@ -167,6 +168,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
             f"give it more samples, or lower global_batch"
         )
     rule = rule_of(job)
+    check_schedule(job)
     lengths = lengths_of(job, dataset) if job.data.group_by_length else None
     cursor = Cursor.of(job.stretches(), len(dataset), lengths, _sizes_of(job, dataset))
     loader = Loader(dataset, cursor, job.microbatch_size, job.data.prefetch if prefetch is None else prefetch)

@@ -21,6 +21,7 @@ from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
+from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import TO_HOST, World
 from elastic.errors import LossError, ModelError
 from elastic.ids import Version
@@ -118,6 +119,7 @@ def run_step(
     Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
     """
     shape, device = shape.of(session.cursor.microbatches(step, session.job.microbatch_size)), state.world.device
+    learning_rate_of(session.job, step)  # a schedule of the user's that fails must do so before the commit
     session.meter.begin(shape.generation, session.loader.waited_s, device)
     reserve(state, shape)
     session.loader.avoid(state.spikes.quarantined)

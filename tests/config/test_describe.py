@@ -62,8 +62,9 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         data={"weights": [0.5, 0.5], "group_by_length": True},
     )
     fixed = {name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE}
-    tables = {"model_args": "model_args.dim", "optim.args": "optim.args.x"}
-    assert set(flat(job.trajectory())) == {tables.get(name, name) for name in fixed} - {"name"}
+    tables = {"model_args": "model_args.dim", "optim.args": "optim.args.x", "schedule.args": "schedule.args.x"}
+    scheduled = Job(name="run", bucket="/b", schedule={"kind": "a.b:c", "args": {"x": 1}})
+    assert {*flat(job.trajectory()), *flat(scheduled.trajectory())} == {tables.get(name, name) for name in fixed} - {"name"}
     assert {name for name, field in leaves(Job).items() if change_of(field) is Change.REFUSED} == {
         "name",
         "model",

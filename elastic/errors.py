@@ -5,6 +5,7 @@
     │   ├── CodeError            code that the job names cannot be imported
     │   ├── ModelError           the model breaks its contract
     │   │   └── LossError        the loss breaks its contract
+    │   ├── LoopError            the user's loop breaks its contract
     │   └── DataError            the dataset breaks its contract, or cannot be read
     ├── WorldBroken          2   a collective failed: a peer is gone, or the world was aborted
     │   ├── CopyLost             a keeper's copy that the plan needs cannot be read
@@ -53,6 +54,10 @@ class ModelError(JobError):
 
 class LossError(ModelError):
     """``loss`` names a function that does not return a sum over the terms of a microbatch and their number."""
+
+
+class LoopError(JobError):
+    """``loop`` names something that is not a loop, or does not go through its steps as the class ``Context`` says."""
 
 
 class DataError(JobError):

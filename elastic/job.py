@@ -98,6 +98,10 @@ class Job(Part):
     """The loss, as ``pkg.module:loss``, or in Python ``loss`` itself.  ``loss(model, batch)`` returns ``(loss_sum, count)``: a sum, and the
     number of its terms.
     """
+    loop: Branch[Code | Literal[""]] = ""
+    """A loop of your own, as ``pkg.module:train``: ``train(ctx)`` goes through ``ctx.steps()``, and runs and commits each.  Empty: each
+    step runs ``loss`` on its microbatches.
+    """
     seed: Branch[Whole] = 0
     """Seed of the initial weights, of the order of the samples, of dropout, and of the rounding of moments."""
     steps: Branch[Positive] = 100
@@ -283,9 +287,10 @@ class Job(Part):
         """Returns the code that the job names, as ``pkg.module:name``."""
         own = [kind for kind in (self.optim.kind, self.schedule.kind) if ":" in kind]
         validated = (self.validation.dataset,) if self.validation.every and self.validation.dataset else ()
+        loop = (self.loop,) if self.loop else ()
         parts = self.data.args.get("parts")  # of a mixture
         mixed = (each.get("dataset") for each in parts if isinstance(each, dict)) if isinstance(parts, list) else ()
-        return (self.model, self.loss, self.data.dataset, *own, *validated, *(each for each in mixed if isinstance(each, str)))
+        return (self.model, self.loss, self.data.dataset, *loop, *own, *validated, *(each for each in mixed if isinstance(each, str)))
 
     def objects(self) -> dict[str, Given]:
         """Returns the code that was given as objects and cannot be imported, by setting."""
@@ -435,5 +440,5 @@ _LATER: dict[str, dict[str, Any]] = {
 A setting with that value is left out of the digest, and a section without others too, so that the digest of an older run stays the same.
 """
 
-BEFORE: dict[str, Any] = {"numerics": 1, "init": "", "recompute": "none", "activations": "keep", "loss_scale": "dynamic"}
+BEFORE: dict[str, Any] = {"numerics": 1, "init": "", "recompute": "none", "activations": "keep", "loss_scale": "dynamic", "loop": ""}
 """The settings of the top level that a run has whose ``job.json`` does not name them.  The digest leaves these values out, as above."""

@@ -438,6 +438,7 @@ TRAJECTORY = {
     "model_args": {"dim": 1},
     "init": "other@best",
     "loss": "a.b:c",
+    "loop": "a.b:c",
     "seed": 1,
     "steps": 99,
     "global_batch": 64,

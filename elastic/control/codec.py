@@ -48,6 +48,8 @@ LAYERS = "layers"
 
 SELDOM = ("validated", "rescales", "spike", "quarantined")
 """Fields of a commit that are left out where they say nothing."""
+OWN_METRICS = "metrics"
+"""The field of the report of a step that is left out where it says nothing."""
 
 Json = Any
 Segment = tuple[Mapping[str, Json], Sequence[Mapping[str, Json]]]
@@ -308,7 +310,8 @@ def encode(value: object, told: Told | None = None) -> Json:
         return {"$": "Outcome", **rest, **layers, PACKED: packed.pack(value.losses, value.counts, value.samples)}
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} has no form in the journal: {value!r}")
-    parts = {name: getattr(value, name) for name in _hints(kind)}
+    silent = OWN_METRICS if isinstance(value, StepDone) and not value.metrics else ""
+    parts = {name: getattr(value, name) for name in _hints(kind) if name != silent}
     return {"$": kind.__name__, **{name: each if type(each) in PLAIN else encode(each, told) for name, each in parts.items()}}
 
 

@@ -174,6 +174,8 @@ class StepDone:
     """None in older journals, and if the step is told again."""
     validated: Validated | None = None
     """The loss on held-out samples after the last step of the run; that of any other step is told by the next commit."""
+    metrics: tuple[tuple[str, float], ...] = ()
+    """Numbers by name that the user's own loop tells of the step; none if the step is told again."""
 
 
 @dataclass(frozen=True)

@@ -138,18 +138,24 @@ class Rows:
 
     def _note_commits(self, record: Mapping[str, Any]) -> None:
         done = {each["worker"]: each for each in codec.parts_of(record["event"]) if each["$"] == StepDone.__name__}
+        own = {_of(each): codec.decode(tuple[tuple[str, float], ...], each["metrics"]) for each in done.values() if each.get("metrics")}
         work = next((codec.decode(Work, each["work"]) for each in done.values() if each.get("work")), None)
         for commit in record.get("commits", ()):
             outcome: Outcome = codec.decode(Outcome, commit)
             version, world = Version(outcome.step, outcome.generation), self._worlds.get(outcome.generation, 0)
             if version not in self._rows:
-                self._rows[version] = row_of(record["at"], outcome, self._lr(version), work, world)
+                self._rows[version] = row_of(record["at"], outcome, self._lr(version), work, world) | dict(own.get(version, ()))
             if outcome.validated is not None:
                 self._validated[outcome.step - 1, version] = outcome.validated
         for each in done.values():
             if each.get("validated"):  # after the last step of the run; no commit follows
-                last = Version(each["outcome"]["step"], each["outcome"]["generation"])
+                last = _of(each)
                 self._validated[last.step, last] = codec.decode(Validated, each["validated"])
+
+
+def _of(done: Mapping[str, Any]) -> Version:
+    """Returns the version that a report of a step tells of."""
+    return Version(done["outcome"]["step"], done["outcome"]["generation"])
 
 
 # ---- as text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,16 +42,18 @@ from elastic.state.heal import Healing, home_of
 from elastic.state.streaming import look_at
 from elastic.state.uploader import name_of
 from elastic.train.apply_fence import ApplyFence
+from elastic.train.context import Context, Effects
 from elastic.train.contract import check_loss
 from elastic.train.counters import Counters
 from elastic.train.inventory import decay_line
 from elastic.train.machine.device import memory_of
 from elastic.train.microbatch import decided
 from elastic.train.model import State, build_model, tensors_of
+from elastic.train.own_metrics import Metrics
 from elastic.train.profiler import Profiler
 from elastic.train.revisit import WORKER, go
 from elastic.train.session import make_session, make_snapshots, prepare_process
-from elastic.train.step import Session, run_step
+from elastic.train.step import Session, Step
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import Damaged, StorageError
@@ -126,6 +128,8 @@ class _Local:
         self.story = Story(run.job.steps)
         self.health, self.skips, self.watched = start.health, start.skips, run.job.rules().watch
         self.retention = Retention(run, self.incarnation, self.show_sentence)
+        self.step = 0
+        """The last step that is done."""
         self.rows: list[Row] = []
         """The metrics of the steps since the last save."""
         self.sinks = Sinks(run, self.show_sentence)
@@ -138,35 +142,46 @@ class _Local:
         state = self._healed()
         go(self.apply_fence, self.plan, state.shard)
         self.show_sentence(decay_line(state))
-        step = state.shard.version.step
-        if not step and not job.offloads:
+        self.step = state.shard.version.step
+        if not self.step and not job.offloads:
             check_loss(self.session, state)
-        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch_size, self.plan.layout)
+        effects = Effects(self.run.store, job.name, tells=True)
+        assert self.session.loop is not None
         try:
-            while step < job.steps:
-                validated = self._validated(state, step)
-                with self.profiler.watch(step + 1, self.world):
-                    outcome = run_step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON, validated)
-                step = outcome.step
-                self._committed(outcome, state.arithmetic.of(outcome))
-                if due(step, job.checkpoint.save_every, job.steps) or self.skips.failed:
-                    self._validated(state, step)  # it belongs to the metrics of this step, which are stored with the save
-                    self._save(state)
-                if self.skips.failed:
-                    raise JobError(f"{self.skips.failed}; resumes from step {step}")
+            Context(job, state, partial(self._steps, state, effects), effects).run(self.session.loop)
         except KeyboardInterrupt as interrupt:
             asked = str(interrupt) or "Ctrl-C"
             with self.apply_fence as member:
                 harmed = not member.held
             if harmed:
-                return "Stopped", f"{asked} in the middle of an update; the last save counts", step
+                return "Stopped", f"{asked} in the middle of an update; the last save counts", self.step
             self._save(state)
-            return "Stopped", f"{asked}; saved at step {step}", step
+            return "Stopped", f"{asked}; saved at step {self.step}", self.step
         finally:
             self.profiler.finish()
             self.profiler.close()
-        self._validated(state, step)
-        return "Finished", f"all {job.steps} steps are done", step
+        self._validated(state, self.step)
+        return "Finished", f"all {job.steps} steps are done", self.step
+
+    def _steps(self, state: State, effects: Effects) -> Generator[Step]:
+        """Yields the steps of the run; the loop commits each of them before the next one."""
+        job, version = self.session.job, state.shard.version
+        shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch_size, self.plan.layout)
+
+        def done(outcome: Outcome, metrics: Metrics) -> None:
+            step = self.step = outcome.step
+            self._committed(outcome, state.arithmetic.of(outcome), metrics)
+            if due(step, job.checkpoint.save_every, job.steps) or self.skips.failed:
+                self._validated(state, step)  # it belongs to the metrics of this step, which are stored with the save
+                self._save(state)
+            if self.skips.failed:
+                raise JobError(f"{self.skips.failed}; resumes from step {step}")
+            effects.committed(step)
+
+        for step in range(version.step, job.steps):
+            validated = self._validated(state, step)
+            with self.profiler.watch(step + 1, self.world):
+                yield Step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON, validated, done)
 
     def _validated(self, state: State, step: int) -> Validated | None:
         """Returns what the state after ``step`` loses on held-out samples, if it is due, and shows it."""
@@ -200,10 +215,10 @@ class _Local:
                 healing.settle()
                 return state
 
-    def _committed(self, outcome: Outcome, work: Work) -> None:
+    def _committed(self, outcome: Outcome, work: Work, metrics: Metrics) -> None:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
         at, lr = time.time(), learning_rate_of(self.session.job, outcome.step)
-        self.rows.append(row_of(at, outcome, lr, work, 1))
+        self.rows.append(row_of(at, outcome, lr, work, 1) | dict(metrics))
         self.story.step(at, outcome, (WORKER,), lr, work)
         self.show(self.story.lines[-1])
         self.skips, said = note(self.skips, outcome, self.watched, ends=outcome.step == self.session.job.steps)

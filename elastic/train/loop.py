@@ -11,7 +11,7 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 
 import torch
@@ -21,19 +21,21 @@ from elastic.engine.stores import join_store
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.plan.transfer import Holding
-from elastic.protocol.commit_record import GO_ON, CommitShape
+from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.events import Broken, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, home_of, nothing
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, plainly, tell_where_all_stand, touch
+from elastic.train.context import Context, Effects
 from elastic.train.faults import Seat
 from elastic.train.inventory import decay_line, memory_line
 from elastic.train.machine.interface import interface
 from elastic.train.model import State
 from elastic.train.orders import Controlled, Leave, Settled, Went
+from elastic.train.own_metrics import Metrics
 from elastic.train.profiler import Profiler
-from elastic.train.step import Session, run_step, update
+from elastic.train.step import Session, Step, update
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints
 
@@ -229,7 +231,7 @@ class Trainer(Controlled):
 
     def _train(self, plan: Plan, state: State) -> None:
         """Steps until the last step of the job or an agreed boundary."""
-        job, world, step = self.session.job, state.world, plan.version.step
+        job = self.session.job
         shape = CommitShape(
             plan.incarnation, plan.generation, job.microbatches, job.microbatch_size, plan.layout, job.reduction.block, plan.nodes
         )
@@ -238,27 +240,41 @@ class Trainer(Controlled):
         if snapshots is not None:
             snapshots.enter(plan, self.worker, state.shard)
         print(f"{self.worker}: {decay_line(state)}", flush=True)
+        effects = Effects(self.checkpoints.store, job.name, tells=state.world.rank == 0)
+        assert self.session.loop is not None
+        Context(job, state, partial(self._steps, plan, state, shape, effects), effects).run(self.session.loop)
+        self.profiler.finish()
+        if snapshots is not None:
+            snapshots.make_room(lambda: not self.orders.empty())
+
+    def _steps(self, plan: Plan, state: State, shape: CommitShape, effects: Effects) -> Generator[Step]:
+        """Yields the steps of this world; the loop commits each of them before the next one."""
+        job, world, step = self.session.job, state.world, plan.version.step
+
+        def done(outcome: Outcome, metrics: Metrics) -> None:
+            if self.session.meter.first:
+                print(f"{self.worker}: generation {plan.generation}: {memory_line(self.session.meter.held)}", flush=True)
+            if world.rank == 0:
+                self.report(StepDone(self.worker, plan.generation, outcome, state.arithmetic.of(outcome), metrics=metrics))
+            if self.session.snapshots is not None:
+                self.session.snapshots.committed(outcome, state.shard)
+            effects.committed(outcome.step)
+
         while step < job.steps:
             validated = validate(self.session, state, self.apply_fence, step) if job.validates(step) else None
             step += 1
             with self.profiler.watch(step, world):
-                outcome = run_step(self.session, state, self.apply_fence, shape, step, self._asked, validated)
-            if self.session.meter.first:
-                print(f"{self.worker}: generation {plan.generation}: {memory_line(self.session.meter.held)}", flush=True)
-            if world.rank == 0:
-                self.report(StepDone(self.worker, plan.generation, outcome, state.arithmetic.of(outcome)))
-            if snapshots is not None:
-                snapshots.committed(outcome, state.shard)
+                doing = Step(self.session, state, self.apply_fence, shape, step, self._asked, validated, done)
+                yield doing
+            outcome = doing.outcome
+            assert outcome is not None, "the context sees to it"
             if step == job.steps and job.validates(step):
                 last = validate(self.session, state, self.apply_fence, step)
                 if world.rank == 0:
                     self.report(StepDone(self.worker, plan.generation, outcome, validated=last))
             if outcome.boundary != GO_ON:
                 self.fence(plan.generation)
-                break
-        self.profiler.finish()
-        if snapshots is not None:
-            snapshots.make_room(lambda: not self.orders.empty())
+                return
 
     def _asked(self) -> int:
         """Returns what this member asks for at the boundary after the step."""

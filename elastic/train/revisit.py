@@ -28,7 +28,7 @@ from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters
 from elastic.train.model import State
 from elastic.train.session import make_session, prepare_process
-from elastic.train.step import Session, run_step
+from elastic.train.step import Session, Step
 from elastic.train.validation import validate
 
 WORKER = WorkerId("local")
@@ -72,7 +72,9 @@ def rerun_here(job: Job, step: int) -> Again:
     with _restored(run, job, run.job.replace(watch=watched, faults=()), step - 1) as (session, state, fence):
         its = session.job
         shape = CommitShape(1, 1, its.microbatches, its.microbatch_size, Layout())
-        now = run_step(session, state, fence, shape, step, lambda: GO_ON)
+        again = Step(session, state, fence, shape, step, lambda: GO_ON)
+        again.run()
+        now = again.commit()
     return Again(now, ledger(run.segments()).get(step))
 
 

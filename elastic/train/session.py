@@ -29,6 +29,7 @@ from elastic.protocol.plan import Plan
 from elastic.state.node_memory import alone, copies_here, filesystem, free_disk, free_memory
 from elastic.state.region import Region, frame, slot_sizes
 from elastic.state.snapshot import Snapshots
+from elastic.train.context import Context, standard
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults, Seat
 from elastic.train.machine.device import need_of
@@ -172,7 +173,9 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     lengths = lengths_of(job, dataset) if job.data.group_by_length else None
     cursor = Cursor.of(job.stretches(), len(dataset), lengths, _sizes_of(job, dataset))
     loader = Loader(dataset, cursor, job.microbatch_size, job.data.prefetch if prefetch is None else prefetch)
-    return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, Faults(job.faults), held_out=_held_out(job, loader))
+    loop = loop_of(job)
+    faults, held_out = Faults(job.faults), _held_out(job, loader)
+    return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, faults, held_out=held_out, loop=loop)
 
 
 def _sizes_of(job: Job, dataset: Dataset) -> tuple[int, ...]:
@@ -210,6 +213,17 @@ def loss_of(job: Job) -> Loss:
     if isinstance(found, type) or not callable(found):
         what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
         raise CodeError(f"loss = {job.loss!r} names {what}; name a function: loss(model, batch) returns (sum, count), two scalars")
+    return found
+
+
+def loop_of(job: Job) -> Callable[[Context], object]:
+    """Returns the loop that the job names, or our own.  Raises :class:`CodeError`."""
+    if not job.loop:
+        return standard
+    found: Callable[[Context], object] = load(job.loop, "loop")
+    if isinstance(found, type) or not callable(found):
+        what = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise CodeError(f"loop = {job.loop!r} names {what}; name a function: loop(ctx) goes through ctx.steps()")
     return found
 
 

@@ -1,7 +1,7 @@
 """One step as a transaction, top to bottom: compute, prepare, commit, apply.
 
-Forward and backward change no state.  The commit is one all-gather over the whole world; its result is the same on every
-member, so all apply or none does.
+A loop, the user's or our own (``context.py``), drives a :class:`Step` through it.  Forward and backward change no state.  The commit is
+one all-gather over the whole world; its result is the same on every member, so all apply or none does.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import TO_HOST, World
-from elastic.errors import LossError, ModelError
+from elastic.errors import LoopError, LossError, ModelError
 from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
@@ -50,6 +52,7 @@ from elastic.train.faults import Faults
 from elastic.train.inventory import memory_by_class
 from elastic.train.meter import Meter
 from elastic.train.model import Builder, State
+from elastic.train.own_metrics import Metrics, checked_metrics
 from elastic.train.replicas import compare
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
@@ -82,6 +85,8 @@ class Session:
     meter: Meter = field(default_factory=Meter)
     held_out: Loader | None = None
     """Reads the samples of the validation; None if there is none."""
+    loop: Callable[[Any], object] | None = None
+    """The loop that gets a :class:`~elastic.train.context.Context`: the user's, or our own."""
 
     def close(self) -> None:
         """Ends the threads that read samples, after the reads that they are busy with."""
@@ -103,44 +108,174 @@ class Share:
     """The validation of the state before the step."""
 
 
-def run_step(
-    session: Session,
-    state: State,
-    fence: ApplyFence,
-    shape: CommitShape,
-    step: int,
-    boundary: Callable[[], int],
-    validated: Validated | None = None,
-) -> Outcome:
-    """Runs step ``step`` from the first forward until it is applied.  ``boundary()`` returns what this member asks for after it.
+class Step:
+    """One step of a member, for the loop that trains: :meth:`run`, or :meth:`backward` for each of :meth:`batches`; then :meth:`commit`.
 
-    ``validated`` is told of the state before it.
-
-    Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
+    Once an operation has failed, every later one raises the same error, whatever the loop has made of it.  Wrong use raises
+    :class:`LoopError`.
     """
-    shape, device = shape.of(session.cursor.microbatches(step, session.job.microbatch_size)), state.world.device
-    learning_rate_of(session.job, step)  # a schedule of the user's that fails must do so before the commit
-    session.meter.begin(shape.generation, session.loader.waited_s, device)
-    reserve(state, shape)
-    session.loader.avoid(state.spikes.quarantined)
-    if session.job.checkpoint.compare and due(step, session.job.checkpoint.save_every, session.job.steps):
-        compare(state, partial(leave_if_over, fence))
-    share = compute(session, state, step)
-    copied = session.snapshots.settle() if session.snapshots else NO_COPIES
-    if session.snapshots is not None and state.shard.home is not None:
-        state.next_home = session.snapshots.next_home(state.shard)
-    norm = prepare(session, state, fence, step, share)
-    if session.meter.first:
-        session.meter.held = memory_by_class(state)
-    usage = session.meter.usage(session.loader.waited_s, device)
-    blank = blank_record(shape, state.world.rank, step, boundary(), share, copied, usage)
-    record = fill_record(state.world.to_device("record", blank), share, norm)
-    share.validated = validated
-    outcome = commit(session, state, fence, shape, step, record, share)
-    session.faults.strike("before_update", step, state.world)
-    with fence.applying(outcome):
-        update(session, state, outcome)
-    return outcome
+
+    def __init__(
+        self,
+        session: Session,
+        state: State,
+        fence: ApplyFence,
+        shape: CommitShape,
+        number: int,
+        boundary: Callable[[], int],
+        validated: Validated | None = None,
+        done: Callable[[Outcome, Metrics], None] = lambda outcome, metrics: None,
+    ) -> None:
+        """``boundary()`` returns what this member asks for after the step, ``validated`` is told of the state before it, and ``done`` gets
+        the outcome, and the loop's own metrics, once the step is applied.
+        """
+        self._session, self._state, self._fence, self.number = session, state, fence, number
+        self._boundary, self._done = boundary, done
+        self.outcome: Outcome | None = None
+        """The outcome of the step, once it is applied."""
+        self._share = Share([], [], [], validated=validated)
+        self._rounds, self._begun, self._open = 0, False, False
+        self._failed: BaseException | None = None
+        self._shape, device = shape.of(session.cursor.microbatches(number, session.job.microbatch_size)), state.world.device
+        learning_rate_of(session.job, number)  # a schedule of the user's that fails must do so before the commit
+        session.meter.begin(shape.generation, session.loader.waited_s, device)
+        reserve(state, self._shape)
+        session.loader.avoid(state.spikes.quarantined)
+        if session.job.checkpoint.compare and due(number, session.job.checkpoint.save_every, session.job.steps):
+            compare(state, partial(leave_if_over, fence))
+
+    def run(self, loss: Loss | None = None) -> None:
+        """Runs forward and backward of this member's microbatches with ``loss``, or with that of the job."""
+        for batch in self.batches():
+            with self._whole():
+                found = loss_of(self._session, self._state.model, batch, loss)
+            self.backward(*found)
+
+    def batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields this member's microbatches, on its device.  Each wants forward, and :meth:`backward`, before the next one comes.
+
+        The number of microbatches depends on the world.  One whose gradient counts for nothing may be among them, so that all members run
+        as many; it is not known which.
+        """
+        with self._whole():
+            self._expect(not self._begun, "its microbatches are run twice; call step.run(), or iterate over step.batches(), once")
+            self._begun = True
+            rounds = self._microbatches()
+        while True:
+            with self._whole():
+                self._expect(not self._open, "a microbatch had no step.backward(loss_sum, count); call it for each of step.batches()")
+                batch = next(rounds, None)
+            if batch is None:
+                return
+            yield batch
+
+    def backward(self, loss: torch.Tensor, count: torch.Tensor | float) -> None:
+        """Runs the backward pass of the microbatch that :meth:`batches` gave last; gradients are reduced as they come.
+
+        ``loss`` is a sum, and ``count`` the number of its terms.
+        """
+        with self._whole():
+            self._expect(self._open, "step.backward() has no microbatch; call it once for each of step.batches()")
+            self._open = False
+            loss, count = expect_sum("step.backward()", (loss, count))
+            self._backward(loss, count)
+
+    def commit(self, metrics: Mapping[str, float] | None = None) -> Outcome:
+        """Commits the step with all other members, applies it, and returns its outcome, which is the same on every member.
+
+        ``metrics`` are numbers by name, for the metrics of the run; those of world rank 0 are taken.
+
+        Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
+        """
+        with self._whole():
+            self._expect(self.outcome is None, "step.commit() is called twice; call it once")
+            self._expect(self._begun, "step.commit() before step.run(); run the microbatches of the step first")
+            self._expect(
+                not self._open and len(self._share.losses) == self._rounds,
+                f"step.commit() after {len(self._share.losses)} of {self._rounds} microbatches; run all of step.batches(), without `break`",
+            )
+            told = checked_metrics(metrics or {})
+            self.outcome = self._commit()
+            self._done(self.outcome, told)
+            return self.outcome
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _expect(self, right: bool, wrong: str) -> None:
+        if not right:
+            raise LoopError(f"loop = {self._session.job.loop!r}: step {self.number}: {wrong}")
+
+    @property
+    def failed(self) -> BaseException | None:
+        """The error with which an operation of the step failed first, or None."""
+        return self._failed
+
+    def _microbatches(self) -> Iterator[dict[str, torch.Tensor]]:
+        session, state, step = self._session, self._state, self.number
+        world, job = state.world, session.job
+        state.model.train()
+        self._marks, deal = state.buffer_marks(), state.sync.begin_step(session.cursor.microbatches(step, job.microbatch_size))
+        self._rounds = deal.rounds
+        session.counters.at("reads data")
+        for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):
+            session.counters.at("computes")
+            session.counters["stepping_since_ns"] = session.counters["stepping_since_ns"] or time.time_ns()
+            state.parameters.begin_round(round_, last=round_ + 1 == deal.rounds)
+            state.statistics.begin_round(round_, deal)
+            if batch is None:
+                batch = session.loader.read(session.cursor.idle_ids(step, job.microbatch_size))
+            if round_ == 0:
+                for later in range(deal.rounds):
+                    for name, value in batch.items():
+                        world.reserve(f"{name} {later}", value)
+            session.computing = (
+                f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
+            )
+            session.faults.aim(step, state.model, world)
+            seed_all(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
+            self._index, self._ids, self._open = index, tuple(ids), True
+            yield {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()}
+
+    def _backward(self, loss: torch.Tensor, count: torch.Tensor | float) -> None:
+        session, state, share, index = self._session, self._state, self._share, self._index
+        state.parameters.end_forward()
+        state.statistics.add(index)
+        weight = 0.0 if index is None else state.optimizer.loss_scale.value
+        (loss if weight == 1 else loss * weight).backward()
+        state.parameters.end_round()
+        refuse_changes(self._marks, state)
+        share.losses.append(loss.detach())
+        share.counts.append(torch.as_tensor(count, device=state.world.device))
+        share.samples.append(self._ids if index is not None else ())
+        session.counters["microbatch"] = len(share.losses)
+        session.counters["microbatches_run"] += index is not None
+        session.counters.at("reads data")
+        session.computing = ""
+
+    def _commit(self) -> Outcome:
+        session, state, share, step, shape = self._session, self._state, self._share, self.number, self._shape
+        copied = session.snapshots.settle() if session.snapshots else NO_COPIES
+        if session.snapshots is not None and state.shard.home is not None:
+            state.next_home = session.snapshots.next_home(state.shard)
+        norm = prepare(session, state, self._fence, step, share)
+        if session.meter.first:
+            session.meter.held = memory_by_class(state)
+        usage = session.meter.usage(session.loader.waited_s, state.world.device)
+        blank = blank_record(shape, state.world.rank, step, self._boundary(), share, copied, usage)
+        record = fill_record(state.world.to_device("record", blank), share, norm)
+        outcome = commit(session, state, self._fence, shape, step, record, share)
+        session.faults.strike("before_update", step, state.world)
+        with self._fence.applying(outcome):
+            update(session, state, outcome)
+        return outcome
 
 
 def leave_if_over(fence: ApplyFence) -> None:
@@ -161,65 +296,36 @@ def _watches(state: State) -> bool:
     return state.job.watch.every > 0
 
 
-def compute(session: Session, state: State, step: int) -> Share:
-    """Runs forward and backward of this member's rounds; gradients are reduced as they come."""
-    share, world, job, scale = Share([], [], []), state.world, session.job, state.optimizer.loss_scale.value
-    state.model.train()
-    buffers, deal = state.buffer_marks(), state.sync.begin_step(session.cursor.microbatches(step, job.microbatch_size))
-    session.counters.at("reads data")
-    for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):
-        session.counters.at("computes")
-        session.counters["stepping_since_ns"] = session.counters["stepping_since_ns"] or time.time_ns()
-        state.parameters.begin_round(round_, last=round_ + 1 == deal.rounds)
-        state.statistics.begin_round(round_, deal)
-        if batch is None:
-            batch = session.loader.read(session.cursor.idle_ids(step, job.microbatch_size))
-        if round_ == 0:
-            for later in range(deal.rounds):
-                for name, value in batch.items():
-                    world.reserve(f"{name} {later}", value)
-        session.computing = f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
-        session.faults.aim(step, state.model, world)
-        seed_all(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
-        loss, count = loss_of(session, state.model, {name: world.to_device(f"{name} {round_}", value) for name, value in batch.items()})
-        state.parameters.end_forward()
-        state.statistics.add(index)
-        weight = 0.0 if index is None else scale
-        (loss if weight == 1 else loss * weight).backward()
-        state.parameters.end_round()
-        refuse_changes(buffers, state)
-        share.losses.append(loss.detach())
-        share.counts.append(torch.as_tensor(count, device=world.device))
-        share.samples.append(tuple(ids) if index is not None else ())
-        session.counters["microbatch"] = round_ + 1
-        session.counters["microbatches_run"] += index is not None
-        session.counters.at("reads data")
-        session.computing = ""
-    return share
-
-
-def loss_of(session: Session, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_of(
+    session: Session, model: torch.nn.Module, batch: dict[str, torch.Tensor], loss: Loss | None = None
+) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Returns what the user's loss returns.  Raises :class:`LossError` unless it is (sum, count), two scalars.
 
-    Raises :class:`ModelError` for a slip in it.
+    ``loss`` stands in for that of the job.  Raises :class:`ModelError` for a slip in it.
     """
-    named = f"loss = {session.job.loss!r}"
+    named = f"loss = {session.job.loss!r}" if loss is None else f"the loss {getattr(loss, '__qualname__', loss)!r:.60} of step.run()"
     try:
-        returned = session.loss(model, batch)
+        returned = (loss or session.loss)(model, batch)
     except (KeyError, TypeError) as error:  # the usual slips in a loss; any other error speaks for itself
         if "/torch/distributed/" in traceback.extract_tb(error.__traceback__)[-1].filename:
             raise  # a peer's doing, see ``blame.py``
         raise ModelError(
             f"{named} failed with {failure(error)}; it gets the model and a batch of {sorted(batch)}, and {CONTRACT}"
         ) from error
+    return expect_sum(named, returned)
+
+
+def expect_sum(named: str, returned: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Returns ``returned``.  Raises :class:`LossError`, which begins with ``named``, unless it is (sum, count), two scalars."""
     match returned:
         case (torch.Tensor(shape=()), torch.Tensor(shape=()) | Real()):
-            return returned
+            loss, count = returned
+            return loss, count
         case tuple() | list():
             came = f"({', '.join(map(_described, returned))})"
         case _:
             came = _described(returned)
-    raise LossError(f"{named} returned {came}; {CONTRACT}")
+    raise LossError(f"{named} {'got' if named.endswith('backward()') else 'returned'} {came}; {CONTRACT}")
 
 
 def _described(value: object) -> str:

@@ -116,7 +116,7 @@ def test_a_recovery_passes_few_files() -> None:
         threads = {function: thread for each in flow.processes[name] for function, thread in each.threads.items()}
         orders = ("Controlled.fence", "Controlled.settle", "Controlled.form", "Controlled.go", "Worker.obey")
         assert {threads[order] for order in orders} == {"control"}, "Ray starts this thread: whoever cannot see it misses half"
-        assert threads["Trainer._form"] == threads["run_step"] == "training"
+        assert threads["Trainer._form"] == threads["Step.commit"] == "training"
     decided = {function for each in flow.processes["coordinator"] for function in each.threads}
     assert {"Group._ended", "Coordinator._advance", "advance", "Group._form"} <= decided
     assert flow.strike.sent_at < flow.strike.dead_at < flow.strike.committed_at

@@ -50,6 +50,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         bucket="/b",
         model_args={"dim": 1},
         init="other@best",
+        loop="a.b:c",
         recompute="block",
         activations="int8",
         precision="fp16",

@@ -16,10 +16,9 @@ from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.plan.layout import Layout
 from elastic.train.preflight import preflight
-from elastic.train.step import compute
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, member, train
+from tests.support.segments import Trained, compute, member, train
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 

@@ -24,11 +24,10 @@ from elastic.models.spec import ShardingTable
 from elastic.plan.axes import chunk
 from elastic.plan.layout import Layout
 from elastic.train.model import build_model, builder_of
-from elastic.train.step import compute
 from tests.engine.test_fp8 import rounded
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
-from tests.support.segments import member
+from tests.support.segments import compute, member
 from tests.support.toys import toy_job
 
 TABLE = ShardingTable(("0", "1"))

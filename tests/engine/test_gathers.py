@@ -27,10 +27,9 @@ from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.plan.batch import deal_of
 from elastic.plan.layout import Layout
-from elastic.train.step import compute
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
-from tests.support.segments import Part, Trained, finish, member, segment, shard_hash
+from tests.support.segments import Part, Trained, compute, finish, member, segment, shard_hash
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 

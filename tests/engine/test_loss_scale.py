@@ -18,9 +18,9 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.runs import Run
-from elastic.train.step import compute, microbatch_seed
+from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
-from tests.support.segments import member, train
+from tests.support.segments import compute, member, train
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 

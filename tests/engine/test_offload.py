@@ -33,10 +33,9 @@ from elastic.train.faults import InjectedError
 from elastic.train.local import run_local
 from elastic.train.machine.device import need_of
 from elastic.train.model import build_model, builder_of, tensors_of
-from elastic.train.step import compute
 from tests.support.chaos import alone, exported_hash
 from tests.support.ranks import Ranks
-from tests.support.segments import Member, Part, Trained, finish, member, segment, shard_hash, train
+from tests.support.segments import Member, Part, Trained, compute, finish, member, segment, shard_hash, train
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 

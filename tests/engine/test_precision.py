@@ -16,9 +16,8 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.step import compute
 from tests.support.ranks import Ranks
-from tests.support.segments import member, train
+from tests.support.segments import compute, member, train
 from tests.support.toys import toy_job
 
 BF16 = {"precision": "bf16"}

@@ -33,12 +33,11 @@ from elastic.train.estimate import classes
 from elastic.train.faults import Faults
 from elastic.train.machine.device import need_of
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
-from elastic.train.step import compute
 from tests.engine.test_gathers import Sideways
 from tests.engine.test_gathers import loss as sideways
 from tests.engine.test_offload import LARGE, living
 from tests.support.ranks import Ranks
-from tests.support.segments import Member, Trained, member, segment, train
+from tests.support.segments import Member, Trained, compute, member, segment, train
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 

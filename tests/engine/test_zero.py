@@ -16,10 +16,9 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout, table
 from elastic.train.model import build_model, builder_of
-from elastic.train.step import compute
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, member, train
+from tests.support.segments import Trained, compute, member, train
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 

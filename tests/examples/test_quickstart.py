@@ -36,7 +36,18 @@ def own_job(bucket: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) ->
     """Returns the README's job with another bucket and few steps."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     sys.modules.pop("own_model", None)
-    return Job.load(ROOT / "examples" / "own_model.toml").replace(bucket=str(bucket), steps=STEPS, **changes)
+    return Job.load(ROOT / "examples" / "own_model.toml").replace(bucket=str(bucket), **{"steps": STEPS, **changes})
+
+
+def test_l13_the_example_of_a_loop_of_ones_own_has_the_bits_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L13: examples/own_loop.py, in a folder outside of the package.  The control is another learning rate."""
+    expected = alone(own_job(tmp_path, monkeypatch, steps=6))
+    looped = Job.load(ROOT / "examples" / "own_loop.toml").replace(bucket=str(tmp_path), steps=6)
+    assert alone(looped).hash == expected.hash
+    other = looped.replace(name="other", optim=looped.optim.model_copy(update={"lr": 1e-2}))
+    assert alone(other).hash != expected.hash
+    rows = [json.loads(line) for line in next((tmp_path / "looped" / "metrics").iterdir()).read_text().splitlines()]
+    assert [row["progress"] for row in rows] == [step / 6 for step in range(1, 7)]
 
 
 @pytest.mark.full

@@ -29,7 +29,7 @@ from elastic.train.counters import Counters
 from elastic.train.local import save_here
 from elastic.train.model import State, build_model, tensors_of
 from elastic.train.session import make_session, make_snapshots
-from elastic.train.step import Session, run_step
+from elastic.train.step import Session, Share, Step
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
@@ -76,10 +76,20 @@ class Member:
             rules.go(self.shape.generation)
         step = self.state.shard.version.step
         validated = validate(self.session, self.state, self.fence, step) if self.session.job.validates(step) else None
-        return run_step(self.session, self.state, self.fence, self.shape, step + 1, boundary, validated)
+        doing = Step(self.session, self.state, self.fence, self.shape, step + 1, boundary, validated)
+        doing.run()
+        return doing.commit()
 
     def save(self) -> ShardReceipt:
         return save_here(self.checkpoints, self.state)
+
+
+def compute(session: Session, state: State, step: int) -> Share:
+    """Runs forward and backward of the step, and no commit."""
+    shape = CommitShape(1, state.world.generation, session.job.microbatches, session.job.microbatch_size, state.world.layout)
+    doing = Step(session, state, ApplyFence(Rules(WorkerId("w"))), shape, step, lambda: GO_ON)
+    doing.run()
+    return doing._share
 
 
 def shards(fence: ApplyFence) -> list[Shard]:

@@ -1,0 +1,38 @@
+"""Numbers that a loop of the user's tells of a step.  They stand in the metrics of the run beside our own."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from elastic.errors import LoopError
+from elastic.report.metrics import COLUMNS
+
+Metrics = tuple[tuple[str, float], ...]
+"""Numbers by name."""
+MOST = 32
+"""Largest number of such metrics of a step: they pass through the coordinator, and stay in its journal."""
+NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> Metrics:
+    """Returns the numbers that a loop of the user's tells of a step.  Raises :class:`LoopError` for what cannot be in a row."""
+    if len(metrics) > MOST:
+        raise LoopError(f"step.commit(metrics=…) has {len(metrics)} numbers, and a step may have {MOST}; leave some out")
+    found = []
+    for name, value in metrics.items():
+        named = f"step.commit(metrics={{{name!r}: {value!r:.40}}})"
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise LoopError(f"{named}: a name has 1 to 64 letters, digits and . _ / -")
+        if name in COLUMNS or name.startswith("norm/"):
+            raise LoopError(f"{named}: the metrics of every step have {name!r} already; take another name")
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise LoopError(f"{named}: that is not a finite number; leave it out of a step that has none")
+        found.append((name, number))
+    return tuple(found)

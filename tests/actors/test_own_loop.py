@@ -1,0 +1,43 @@
+"""A process is killed while it is in a loop of the user's: no bit changes, and each committed step has its side effects."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.chaos import alone, assert_nothing_left, trial
+from tests.support.own_loops import steps_in
+from tests.support.toys import toy_job
+
+STEPS = 12
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "place", ["uncommitted 6", *(pytest.param(f"{where} 6", marks=FULL) for where in ("before", "microbatch", "committed", "effect"))]
+)
+def test_u4_a_kill_inside_the_users_code(tmp_path: Path, place: str) -> None:
+    """U4, L13: the hash is that of the undisturbed run, whose loop is ours, and each committed step has its side effects once.
+
+    Only a process that dies among the side effects themselves leaves those of its step to be had once more.
+    """
+    expected = alone(toy_job(tmp_path / "alone", name="local", steps=STEPS))
+    bucket = tmp_path / "bucket"
+    (bucket / "dies").mkdir(parents=True)
+    (bucket / "dies" / place).touch()
+    chaos = trial(toy_job(bucket, steps=STEPS, loop="tests.support.own_loops:told", checkpoint={"save_every": 4}))
+    assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
+    assert not (bucket / "dies" / place).exists()
+    (killed,) = chaos.witness.killed()
+    assert killed.ended is not None and killed.ended.signal == signal.SIGKILL
+    assert {outcome.generation for outcome in chaos.ledger.values()} > {1}
+    again = [6] if place == "effect 6" else []
+    assert steps_in(bucket / "committed") == sorted([*range(1, STEPS + 1), *again])
+    tried = steps_in(bucket / "tried")
+    assert len(tried) > len({*tried}), "the control: what stands between two steps has run more than once for a step"
+    rows = [json.loads(line) for file in sorted((bucket / "toy" / "metrics").iterdir()) for line in file.read_text().splitlines()]
+    assert {row["step"]: row["user/double"] for row in rows if "user/double" in row}.items() >= {(s, 2 * s) for s in range(1, 6)}
+    assert_nothing_left(chaos)

@@ -1,0 +1,207 @@
+"""A loop of one's own: the bits of our own loop in every layout, numbers and side effects of its own, and a sentence for wrong use."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.engine.world import World
+from elastic.errors import CodeError, JobError, LoopError
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.protocol.commit_record import GO_ON, Outcome
+from elastic.report.story import Line, StepLine
+from elastic.train.context import Context, Effects
+from elastic.train.local import run_local
+from elastic.train.preflight import preflight
+from elastic.train.step import Step
+from storage.objects import ObjectStore
+from tests.support.chaos import exported_hash
+from tests.support.own_loops import steps_in
+from tests.support.ranks import Ranks
+from tests.support.segments import Member, Part, Trained, finish, member, shard_hash, train
+from tests.support.toys import toy_job
+
+HERE = "tests.support.own_loops"
+STEPS = 4
+
+
+def looped(world: World, job: Job, version: Version) -> Part:
+    """Trains with the loop of the job."""
+    outcomes, hashes = list[Outcome](), list[str]()
+    with member(world, job, version) as me:
+
+        def done(outcome: Outcome, metrics: Any) -> None:
+            outcomes.append(outcome)
+            hashes.append(shard_hash(me.state.shard))
+
+        effects = Effects(ObjectStore.open(job.bucket), job.name, tells=world.rank == 0)
+        assert me.session.loop is not None
+        Context(job, me.state, partial(steps_of, me, done), effects).run(me.session.loop)
+        return Part(outcomes, me.save(), hashes, me.rates, me.session.counters["microbatches_run"])
+
+
+def steps_of(me: Member, done: Any) -> Iterator[Step]:
+    with me.fence as rules:
+        rules.go(me.shape.generation)
+    for number in range(me.state.shard.version.step + 1, me.session.job.steps + 1):
+        yield (step := Step(me.session, me.state, me.fence, me.shape, number, lambda: GO_ON, done=done))
+        assert step.outcome is not None
+
+
+def with_loop(ranks: Ranks, job: Job, layout: Layout) -> Trained:
+    parts = ranks.run(layout, looped, job, Version(0, 0))
+    end = Version(job.steps, parts[0].outcomes[-1].generation)
+    return Trained(finish(job, layout, [part.receipt for part in parts], end), end, parts)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        pytest.param({"precision": "fp16", "recompute": "block"}, marks=pytest.mark.full),
+        {"precision": "bf16", "global_batch": 12},
+    ],
+    ids=str,
+)
+def test_u4_a_loop_of_ones_own_has_the_bits_of_ours_in_every_layout(ranks: Ranks, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """U4: batch by batch and in one call, with idle rounds in the last of the settings; the control leaves a microbatch out."""
+    ours = train(ranks, toy_job(tmp_path / "ours", steps=STEPS, **settings), Layout(1, 1), STEPS)
+    for loop, layout in (("whole", Layout(1, 2)), ("by_batches", Layout(2, 1)), ("by_batches", Layout(2, 2)), ("by_batches", Layout(1, 1))):
+        found = with_loop(ranks, toy_job(tmp_path / f"{loop} {layout}", steps=STEPS, loop=f"{HERE}:{loop}", **settings), layout)
+        assert (found.hash, [each.loss for each in found.outcomes]) == (ours.hash, [each.loss for each in ours.outcomes])
+    control = with_loop(ranks, toy_job(tmp_path / "control", steps=STEPS, loop=f"{HERE}:without_one", **settings), Layout(1, 1))
+    assert control.hash != ours.hash
+    assert ours.outcomes[-1].loss < ours.outcomes[0].loss
+
+
+def stopped(job: Job, at: int) -> list[Line]:
+    """Trains in this process, with a stop after the line of step ``at``, and resumes."""
+    lines: list[Line] = []
+
+    def show(line: Line) -> None:
+        lines.append(line)
+        if isinstance(line, StepLine) and line.step == at and sum(isinstance(each, StepLine) for each in lines) == at:
+            raise KeyboardInterrupt
+
+    assert run_local(job, show)[::2] == ("Stopped", at)
+    assert run_local(job, show)[0] == "Finished"
+    return lines
+
+
+@pytest.mark.fast
+def test_u4_numbers_and_side_effects_in_this_process_over_a_stop(tmp_path: Path) -> None:
+    """U4: the same bits with ``--local``; each step is told once, although the stop comes before step 2 is told; the metrics have the
+    numbers.
+    """
+    ours, job = toy_job(tmp_path / "ours", steps=STEPS), toy_job(tmp_path / "own", steps=STEPS, loop=f"{HERE}:told")
+    run_local(ours, lambda _: None)
+    (tmp_path / "own").mkdir()
+    stopped(job, 2)
+    assert exported_hash(job) == exported_hash(ours)
+    assert steps_in(tmp_path / "own" / "committed") == [1, 2, 3, 4]
+    rows = [json.loads(line) for file in sorted((tmp_path / "own" / "toy" / "metrics").iterdir()) for line in file.read_text().splitlines()]
+    assert [row["user/double"] for row in rows] == [2, 4, 6, 8]
+    assert all(row["terms"] > 0 and list(row).index("terms") > list(row).index("tokens") for row in rows)
+
+
+WRONG = [
+    (
+        "breaks",
+        r"it ended after step 3 of 4; go through ctx\.steps\(\) to its end, without `break` or `return`, and set steps to",
+    ),
+    ("never_steps", "it ended after step 0 of 4"),
+    ("no_run", r"step 1: step\.commit\(\) before step\.run\(\); run the microbatches of the step first"),
+    ("runs_twice", "step 1: its microbatches are run twice"),
+    ("no_commit", r"step 1 is not committed; call step\.commit\(\), and do not skip a step"),
+    ("commits_twice", r"step 1: step\.commit\(\) is called twice"),
+    ("leaves_batches", r"step 1: step\.commit\(\) after 1 of 8 microbatches; run all of step\.batches\(\), without `break`"),
+    ("no_backward", r"step 1: a microbatch had no step\.backward\(loss_sum, count\)"),
+    ("late_function", r"ctx\.on_committed\(\) after ctx\.steps\(\) has begun"),
+]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("name", "said"), WRONG)
+def test_wrong_use_gets_a_sentence(tmp_path: Path, name: str, said: str) -> None:
+    """U4."""
+    with pytest.raises(LoopError, match=rf"^loop = '{HERE}:{name}': {said}"):
+        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}"), lambda _: None)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bad_metrics", r"step.commit(metrics={'accuracy': nan}): that is not a finite number"),
+        ("taken_metrics", r"step.commit(metrics={'loss': 1.0}): the metrics of every step have 'loss' already"),
+        ("many_metrics", r"step.commit(metrics=…) has 33 numbers, and a step may have 32"),
+        ("mean", "step.backward() got (a tensor of shape [], NoneType None); it must return (sum, count)"),
+    ],
+)
+def test_wrong_values_get_a_sentence(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(JobError, match=f"^{re.escape(said)}"):
+        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}"), lambda _: None)
+    assert not [*tmp_path.glob("toy/checkpoints/*")], "no step was committed"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("name", "function"), [("hides", "failing"), ("fails", "fails")])
+def test_an_exception_of_the_users_comes_with_its_frame_even_if_the_loop_hides_it(tmp_path: Path, name: str, function: str) -> None:
+    """U4."""
+    with pytest.raises(RuntimeError, match="the user's own words") as caught:
+        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}"), lambda _: None)
+    assert caught.traceback[-1].name == function
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("name", "said"), [("wholly", f"did you mean '{HERE}:whole'"), ("A_NUMBER", "names a int; name a function"), ("Path", "names a class")]
+)
+def test_what_is_no_loop_is_refused_before_a_worker_starts(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(CodeError, match=f"^loop = '{HERE}:{name}'.*{said}"):
+        preflight(toy_job(tmp_path, loop=f"{HERE}:{name}"))
+
+
+@pytest.mark.fast
+def test_the_digest_of_a_run_without_a_loop_stays() -> None:
+    assert toy_job("/b", loop="").digest == toy_job("/b").digest != toy_job("/b", loop=f"{HERE}:whole").digest
+
+
+@pytest.mark.fast
+def test_u4_a_step_is_told_once_whoever_tells_it(tmp_path: Path) -> None:
+    """U4: another process goes on where the one before noted; steps that are done again are not told again; a failure tells it again."""
+    store, seen = ObjectStore.open(str(tmp_path)), list[int]()
+
+    def teller(function: Any = seen.append, *, tells: bool = True) -> Effects:
+        effects = Effects(store, "toy", tells=tells)
+        effects.add(function)
+        return effects
+
+    first = teller()
+    first.begin(0)
+    for step in (1, 2, 3):
+        first.committed(step)
+    teller(tells=False).begin(9)
+    again = teller()
+    again.begin(2)  # the state fell back behind what was told
+    again.committed(3)
+    again.committed(4)
+    assert seen == [1, 2, 3, 4]
+
+    def dies(step: int) -> None:
+        raise RuntimeError
+
+    broken = teller(dies)
+    broken.begin(4)
+    with pytest.raises(RuntimeError):
+        broken.committed(5)
+    teller().begin(5)
+    assert seen == [1, 2, 3, 4, 5], "owed, and told when the next world stands there"

@@ -21,6 +21,7 @@ from elastic.data.loader import Dataset
 from elastic.engine.axes.buckets import buckets_of, described
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.kept import reader_of_fp8
+from elastic.engine.optim.trial import check_rule
 from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.engine.precision import PRECISIONS
@@ -90,6 +91,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         build = build_of(session)
         unread = [*_check_readers(tried, session), *_check_held_out(tried, session, build)]
         session.close()
+    check_rule(job, session.rule)
     _check_vocabulary(model, session.loader.dataset)
     for sink in job.metrics.sinks:
         load(sink, "metrics.sinks")

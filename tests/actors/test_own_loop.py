@@ -13,6 +13,10 @@ from tests.support.own_loops import steps_in
 from tests.support.toys import toy_job
 
 STEPS = 12
+OWN = {
+    "optim": {"kind": "tests.support.own_optimizers:LION", "lr": 3e-3, "betas": [0.9, 0.99]},
+    "schedule": {"kind": "tests.engine.test_own_schedule:cosine"},
+}
 FULL = pytest.mark.full
 
 
@@ -20,15 +24,17 @@ FULL = pytest.mark.full
     "place", ["uncommitted 6", *(pytest.param(f"{where} 6", marks=FULL) for where in ("before", "microbatch", "committed", "effect"))]
 )
 def test_u4_a_kill_inside_the_users_code(tmp_path: Path, place: str) -> None:
-    """U4, L13: the hash is that of the undisturbed run, whose loop is ours, and each committed step has its side effects once.
+    """U4, L13: the hash is that of the undisturbed run, whose loop is ours, and each committed step has its side effects once.  Loop,
+    optimizer and schedule are files outside of the package.
 
     Only a process that dies among the side effects themselves leaves those of its step to be had once more.
     """
-    expected = alone(toy_job(tmp_path / "alone", name="local", steps=STEPS))
+    expected = alone(toy_job(tmp_path / "alone", name="local", steps=STEPS, **OWN))
     bucket = tmp_path / "bucket"
     (bucket / "dies").mkdir(parents=True)
     (bucket / "dies" / place).touch()
-    chaos = trial(toy_job(bucket, steps=STEPS, loop="tests.support.own_loops:told", checkpoint={"save_every": 4}))
+    chaos = trial(toy_job(bucket, steps=STEPS, loop="tests.support.own_loops:told", checkpoint={"save_every": 4}, **OWN))
+    assert chaos.losses[-1] < chaos.losses[0]
     assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
     assert not (bucket / "dies" / place).exists()
     (killed,) = chaos.witness.killed()

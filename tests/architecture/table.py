@@ -192,6 +192,7 @@ BOUNDARIES = {
     "elastic/train/microbatch.py": "whatever the user's model or loss raises with tensors that have no values becomes a sentence",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
     "elastic/train/model.py": "whatever the user's model raises while it is built becomes a sentence",
+    "elastic/engine/optim/trial.py": "whatever the user's optimizer raises becomes a sentence",
     "elastic/engine/optim/schedule.py": "whatever the user's schedule raises becomes a sentence",
     "elastic/train/session.py": "whatever the user's dataset raises while it is opened becomes a sentence",
     "storage/background.py": "whatever ends a thread is raised where its result is waited for",

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from elastic.engine.optim.base import Hyper, Part, Rule, rule_of
+from elastic.engine.optim.base import Hyper, Optimizer, Part, Rule, rule_of
+from elastic.engine.optim.trial import check_rule
 from elastic.errors import CodeError, JobError
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.protocol.commit_record import Outcome
 from elastic.runs import Run
+from elastic.train.preflight import preflight
 from tests.support.carried import hash_after_healing
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, train
@@ -99,6 +104,67 @@ def test_what_is_no_optimizer_is_refused(tmp_path: Path, kind: str, said: str) -
     job = toy_job(tmp_path, optim={"kind": kind})
     with pytest.raises(CodeError, match=rf"^optim\.kind = '{kind}'.*{said.replace('?', '[?]')}"):
         rule_of(job)
+
+
+BAD = "tests.support.own_optimizers"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("NORMALISED", r"gives values of matrix other bits if the tensor is cut in two \(they differ by .*: it must be elementwise"),
+        ("NAN", "makes 'momentum' of a matrix that are not finite from gradients that are"),
+        ("MIS_SHAPED", r"failed with RuntimeError: .* \(in .*own_optimizers\.py, line \d+\) on parameters of shapes"),
+        ("REPLACES", "puts another tensor in the place of 'momentum' of matrix; update.. must change"),
+        ("Torchs", r"names a torch.optim.Optimizer, which wants whole tensors .* as update\(parts, grads, hyper\)"),
+    ],
+)
+def test_l13_an_optimizer_that_cannot_work_is_refused_before_a_worker_starts(tmp_path: Path, rule: str, said: str) -> None:
+    """L13: the controls are the good ones, with their scalars, their place in the tensor, and moments in bfloat16."""
+    with pytest.raises(CodeError, match=rf"^optim\.kind = '{BAD}:{rule}' {said}"):
+        preflight(toy_job(tmp_path, optim={"kind": f"{BAD}:{rule}"}))
+    for good in (
+        own_job(tmp_path),
+        toy_job(tmp_path, optim={"kind": f"{BAD}:LION"}),
+        toy_job(tmp_path, optim={"kind": "elastic.engine.optim.muon:MUON"}),
+    ):
+        check_rule(good, rule_of(good))
+    rounded = toy_job(tmp_path, optim={"kind": "elastic.engine.optim.adamw:ADAMW", "moments": "bf16"})
+    check_rule(rounded, rule_of(rounded))
+    with pytest.raises(CodeError, match="WITHOUT_PLACE' gives values of matrix other bits"):
+        check_rule(wrong := own_job(tmp_path, "WITHOUT_PLACE"), rule_of(wrong))
+
+
+@pytest.mark.fast
+def test_l13_lion_in_a_users_file_is_lion(tmp_path: Path) -> None:
+    """L13: against the paper's pseudocode, in float64 and with numpy alone."""
+    job = toy_job(tmp_path, optim={"kind": f"{BAD}:LION", "lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.3, "clip_norm": 1e9})
+    value = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    w, m = value.numpy().copy(), np.zeros((7, 5))
+    optimizer = Optimizer(job, rule_of(job), {"w": value}, {"w": ()}, frozenset({"w"}))
+    for step in range(1, 11):
+        grad = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        g = grad.numpy() / 3
+        lr = optimizer.apply({"w": grad.clone()}, Outcome(step, 1, 1.0, (1.0,), (3,), ((0,),), finite=True))
+        w, m = w - lr * (np.sign(0.9 * m + 0.1 * g) + 0.3 * w), 0.99 * m + 0.01 * g
+    np.testing.assert_allclose(value.numpy(), w, rtol=1e-12)
+
+
+def lion_job(bucket: Path, **changes: Any) -> Job:
+    return toy_job(bucket, steps=4, optim={"kind": f"{BAD}:LION", "lr": 3e-3, "betas": [0.9, 0.99]}, **changes)
+
+
+def test_l13_lion_has_the_bits_of_one_worker_in_every_layout_and_with_its_state_on_the_host(ranks: Ranks, tmp_path: Path) -> None:
+    """L13: the control is another beta."""
+    expected = train(ranks, lion_job(tmp_path / "one"), Layout(1, 1), 4)
+    assert train(ranks, lion_job(tmp_path / "cut"), Layout(2, 2), 4).hash == expected.hash
+    hosted = lion_job(tmp_path / "hosted", offload="optimizer", parallel={"zero": 2})
+    assert train(ranks, hosted, Layout(1, 2), 4).hash == expected.hash
+    control = lion_job(tmp_path / "control")
+    control = control.replace(optim=control.optim.model_copy(update={"betas": (0.9, 0.9)}))
+    assert train(ranks, control, Layout(1, 1), 4).hash != expected.hash
+    assert expected.outcomes[-1].loss < expected.outcomes[0].loss
 
 
 @pytest.mark.fast

@@ -2,7 +2,8 @@
 
 A member holds slices of parameters and never sees the whole.  So an optimizer, a :class:`Rule`, computes each slice from the values, the
 gradient, the moments, and the place of the slice in the whole tensor.  The moments that a rule declares are slices of the state like any
-other: they are made before the first step, healed, copied, saved and resumed without any work of the rule.
+other: they are made before the first step, healed, copied, saved and resumed without any work of the rule.  A user's rule is
+tried before the run begins (``trial.py``).
 
 :class:`Optimizer` has what all rules share: the mean over tokens, clipping, the learning rate, and the treatment of a gradient that is
 not finite.  A rule that needs whole matrices (Muon) exchanges them before the commit, in :attr:`Rule.prepare`: an update after the commit
@@ -156,6 +157,11 @@ def rule_of(job: Job) -> Rule:
     """
     kind = job.optim.kind
     found = load(RULES.get(kind, kind), "optim.kind")
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+        raise CodeError(
+            f"optim.kind = {kind!r} names a torch.optim.Optimizer, which wants whole tensors and a state of its own; write its step() as "
+            f"update(parts, grads, hyper), which changes slices in place, and name Rule(('moment',), update) of elastic.engine.optim.base"
+        )
     if not isinstance(found, Rule):
         raise CodeError(
             f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of elastic.engine.optim.base, or one of {', '.join(RULES)}"

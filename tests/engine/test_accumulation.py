@@ -13,11 +13,10 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.step import compute
 from tests.engine.test_bits import plain_training
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
-from tests.support.segments import member
+from tests.support.segments import compute, member
 from tests.support.toys import toy_job
 
 STEPS, UNITS = 2, 5

@@ -37,13 +37,12 @@ from elastic.train import session
 from elastic.train.local import run_local
 from elastic.train.model import State, build_model, builder_of, bytes_of, tensors_of
 from elastic.train.preflight import preflight
-from elastic.train.step import compute
 from storage.slices import Tensor
 from tests.engine.test_offload import in_files
 from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
-from tests.support.segments import Member, member
+from tests.support.segments import Member, compute, member
 from tests.support.toys import toy_job
 
 LARGE: dict[str, Any] = {"vocab": 29, "dim": 256, "layers": 16, "heads": 4}

@@ -16,11 +16,10 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.train.model import build_model, builder_of
-from elastic.train.step import compute
 from tests.engine.test_zero import FREE, LARGE, staged, stepping
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
-from tests.support.segments import member, shard_hash
+from tests.support.segments import compute, member, shard_hash
 
 LAYERS, PAIR, PREFETCH = 4, Layout(1, 2), 1
 """FSDP2 gathers one layer ahead in the backward pass."""

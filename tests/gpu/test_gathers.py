@@ -19,10 +19,9 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.train.profiler import Profiler
-from elastic.train.step import compute
 from storage.objects import ObjectStore
 from tests.support.ranks import Ranks
-from tests.support.segments import member
+from tests.support.segments import compute, member
 from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -27,6 +27,7 @@ from actors.journal_replicas import JournalReplicas
 from actors.objects import UsersCode
 from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder, make_log_folder
+from actors.prometheus import Exported
 from actors.survivors import Left, find
 from elastic import restarts
 from elastic.control import codec, copy_inventory
@@ -168,6 +169,7 @@ class Coordinator:
         self.inbox = Inbox(self.clock)
         self.story = Story(job.steps)
         self.reason = ""
+        self.exported = Exported(job.name)
         self.audience = Audience(driver, job.on_driver_exit, job.deadlines.driver_s, time.monotonic())
         self.over = threading.Event()
         deadline = time.monotonic() + 2 * job.deadlines.lease_s  # by then the workers have ended themselves
@@ -456,10 +458,11 @@ class Coordinator:
 
     def _tell(self, now: float, event: Event, before: RunState, transition: Transition) -> None:
         reason = transition.reason
+        self.exported.event(event)
         for each in parts(event):
             if isinstance(each, StepDone) and before.version.step < each.outcome.step <= self.state.version.step:
                 lr, members = learning_rate_of(self.job, each.outcome.step), before.plan.members if before.plan else ()
-                self.story.step(now, each.outcome, members, lr, each.work, queued=not self.inbox.empty())
+                self.exported.step(self.story.step(now, each.outcome, members, lr, each.work, queued=not self.inbox.empty()))
         if reason and transition.taken and reason != self.reason:
             self.reason, score = reason, self.state.history.validated
             self.story.say(now, reason, score if score != before.history.validated else None)
@@ -472,6 +475,7 @@ class Coordinator:
     def _watch_cluster(self) -> None:
         placed: frozenset[WorkerId] = frozenset()
         while not self.over.wait(CLUSTER_S):
+            self.exported.run(self.state, self.job.steps)
             with contextlib.suppress(ray.exceptions.RayError):  # Ray's head does not answer: the next round asks again
                 self.replicas.ask_head(self.group.coordinator)
                 self._keep(cluster.nodes())

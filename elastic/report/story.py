@@ -85,8 +85,10 @@ class Story:
 
     def step(
         self, at: float, outcome: Outcome, members: Sequence[WorkerId], lr: float, work: Work | None = None, *, queued: bool = False
-    ) -> None:
-        """Adds a step of ``members``, by world rank.  Its ``tokens_per_s`` counts from the step before, so a recovery lowers it.
+    ) -> StepLine:
+        """Adds a step of ``members``, by world rank, and returns its line.
+
+        Its ``tokens_per_s`` counts from the step before, so a recovery lowers it.
 
         A step is ``queued`` if others wait behind it, as after a takeover: when it is heard says nothing of when it was done.
         """
@@ -98,25 +100,25 @@ class Story:
         usage, waiting, alone = outcome.usage, outcome.waiting, Speed()
         for speed in (alone, self.speed):
             speed.add(outcome, work)
-        self._add(
-            StepLine(
-                at,
-                outcome.step,
-                self.steps,
-                outcome.loss,
-                outcome.norm,
-                lr,
-                self._rate,
-                len(members),
-                outcome.generation,
-                usage.data_wait,
-                "" if waiting is None else members[waiting],
-                usage.peak_bytes,
-                alone.mfu,
-                alone.causal_mfu,
-                outcome.layer_norms,
-            )
+        line = StepLine(
+            at,
+            outcome.step,
+            self.steps,
+            outcome.loss,
+            outcome.norm,
+            lr,
+            self._rate,
+            len(members),
+            outcome.generation,
+            usage.data_wait,
+            "" if waiting is None else members[waiting],
+            usage.peak_bytes,
+            alone.mfu,
+            alone.causal_mfu,
+            outcome.layer_norms,
         )
+        self._add(line)
+        return line
 
     def since(self, seen: int) -> tuple[int, list[Line]]:
         """Returns the number of lines so far, and all but the first ``seen`` of them, as far as they are kept."""

@@ -1,0 +1,78 @@
+"""The run as Prometheus sees it: numbers that Ray exports on every node's metrics port, each with the run as its tag.
+
+Prometheus has what is now and when it asked, so a step that is done again is shown again; ``elastic metrics`` has each step once.
+``examples/grafana/elastic.json`` draws these numbers.  Ray puts ``ray_`` before each name, and ``_total`` after that of a counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ray.util.metrics import Counter, Gauge
+
+from elastic.control import copy_inventory
+from elastic.control.run import RunState
+from elastic.protocol.events import Event, Lost, parts
+from elastic.report.story import StepLine
+
+OF_A_STEP = {
+    "elastic_loss": "The loss of the newest committed step",
+    "elastic_gradient_norm": "The norm of its gradient",
+    "elastic_learning_rate": "Its learning rate",
+    "elastic_tokens_per_second": "Tokens a second since the step before, recoveries included",
+    "elastic_mfu_ratio": "The model FLOPs utilisation of its work; 0 if it is not known",
+    "elastic_data_wait_ratio": "The largest part of it for which a worker waited for data",
+    "elastic_gpu_peak_bytes": "The most bytes that it had allocated on one GPU; 0 on CPUs",
+    "elastic_members": "The number of workers that computed it",
+}
+"""Numbers of the newest step, with their meaning."""
+OF_THE_RUN = {
+    "elastic_step": "The newest committed step",
+    "elastic_target_step": "The step at which the run is finished",
+    "elastic_generation": "The number of worlds so far: each loss or growth makes one more",
+    "elastic_workers": "The number of workers, members and spares",
+    "elastic_saved_step": "The step of the newest good checkpoint in the bucket; 0 without one",
+    "elastic_unprotected": "1 while copies in host memory are overdue, so that a loss would cost all steps since the newest checkpoint",
+    "elastic_skipped_steps": "The number of steps that were skipped, since their gradient was not finite",
+    "elastic_validation_loss": "The newest loss on held-out samples; absent without validation",
+}
+"""Numbers of the run as it is now."""
+COUNTED = {"elastic_lost_workers": "Workers that were lost, since this coordinator began"}
+"""Numbers that only grow; with another coordinator they begin at 0 again, as Prometheus expects of counters."""
+
+
+class Exported:
+    """The exported numbers of one run."""
+
+    def __init__(self, run: str) -> None:
+        self._gauges = {name: Gauge(name, text, ("run",)) for name, text in {**OF_A_STEP, **OF_THE_RUN}.items()}
+        self._counters = {name: Counter(name, text, ("run",)) for name, text in COUNTED.items()}
+        for each in (*self._gauges.values(), *self._counters.values()):
+            each.set_default_tags({"run": run})
+
+    def event(self, event: Event) -> None:
+        for each in parts(event):
+            if isinstance(each, Lost):
+                self._counters["elastic_lost_workers"].inc()
+
+    def step(self, line: StepLine) -> None:
+        self._gauges["elastic_step"].set(line.step)
+        values = (line.loss, line.norm, line.lr, line.tokens_per_s, line.mfu, line.data_wait, line.peak_bytes, line.world)
+        for name, value in zip(OF_A_STEP, values, strict=True):
+            self._gauges[name].set(value)
+
+    def run(self, state: RunState, steps: int) -> None:
+        for name, value in _of(state, steps):
+            self._gauges[name].set(value)
+
+
+def _of(state: RunState, steps: int) -> Iterator[tuple[str, float]]:
+    yield "elastic_step", state.version.step
+    yield "elastic_target_step", steps
+    yield "elastic_generation", state.generation
+    yield "elastic_workers", len(state.workers)
+    yield "elastic_saved_step", max((version.step for version in state.history.saved), default=0)
+    yield "elastic_unprotected", int(copy_inventory.unprotected_since(state) is not None)
+    yield "elastic_skipped_steps", state.skips.total
+    if state.history.validated is not None:
+        yield "elastic_validation_loss", state.history.validated.found.mean

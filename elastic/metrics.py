@@ -13,20 +13,23 @@ each step once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from elastic import branches
 from elastic.control import codec
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.ids import Version
-from elastic.imports import failure, load
+from elastic.imports import failure
 from elastic.protocol.lineage import Lineage, contains, cut, tip
 from elastic.report.metrics import Row, Rows, json_line, row_from, version_of
 from elastic.runs import Run
+from elastic.sinks.port import Sink, TrackedRun, make_sink
 from elastic.threads import keep_going
 from storage import journal
 from storage.errors import Exists, StorageError, Unavailable
@@ -37,7 +40,9 @@ ROWS = 10_000
 EVERY_S = 5.0
 """Seconds between two looks at the journal, which gets an object as often."""
 CLOSE_S = 10.0
-"""Seconds for the bucket to take the last rows."""
+"""Seconds for the bucket to take the last rows, and as many for the sinks after that."""
+RETRY_S = 30.0
+"""Seconds after which a sink that failed is tried again, even without new rows."""
 
 
 class Place(NamedTuple):
@@ -162,49 +167,73 @@ class Following:
         return self.run.job.validates(int(row["step"])) and "validation_loss" not in row
 
 
-class Sink(Protocol):
-    """A place outside of the bucket that gets the rows, such as a database or a tracker.
-
-    It is made with the name of the run and the arguments of ``metrics.sinks``.  A run may go on in another process: what is made there with
-    the same arguments must be the same place.
-    """
-
-    def last(self) -> int:
-        """Returns the step of the newest row that it has; 0 without any."""
-
-    def write(self, rows: Sequence[Row]) -> None:
-        """Adds rows, in order of their steps: all of them or none, so that none comes twice."""
-
-
 class Sinks:
-    """Hands the stored rows on to the sinks of a job.  A sink that fails never stops the run: it gets the rows with the next save.
+    """Hands the stored rows on to the sinks of a job, each on a thread of its own.
+
+    A sink that fails or hangs disturbs neither the run nor another sink.  A failure is tried again after :data:`RETRY_S`.  What waits for a
+    sink is in the bucket, and at most :data:`ROWS` rows of it are in memory.
 
     ``say`` receives a sentence when a sink fails, once for each sink until it works again.
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        self._run, self._say = run, say
-        self._made: dict[str, Sink] = {}
-        self._failing = set[str]()
+        tracked = TrackedRun(run.job.name, branches.flat(run.job.model_dump(mode="json")), run.store)
+        make = {name: partial(make_sink, tracked, name, args) for name, args in run.job.metrics.sinks.items()}
+        self._say, self._each = say, [_Handing(run, name, each, say) for name, each in make.items()]
 
     def hand_on(self, lineage: Lineage) -> None:
-        """Writes the stored rows of ``lineage`` that a sink does not have, to each sink."""
-        for path, args in self._run.job.metrics.sinks.items():
-            try:
-                sink = self._made.get(path) or self._made.setdefault(path, make_sink(self._run.job.name, path, args))
-                for rows in batched(stored(self._run.store, self._run.job.name, lineage, sink.last()), ROWS):
-                    sink.write(rows)
-                self._failing.discard(path)
-            except Exception as error:  # the boundary to the user's code
-                if path not in self._failing:
-                    self._failing.add(path)
-                    self._say(f"metrics.sinks: {path} failed, and gets the rows with a later save: {failure(error)}")
+        """Begins to write the stored rows of ``lineage`` to each sink that does not have them.  Does not wait for that."""
+        for each in self._each:
+            each.begin(lineage)
+
+    def close(self) -> None:
+        """Ends, once every sink has what it was to get, or has failed, but after :data:`CLOSE_S` at the latest."""
+        until = time.monotonic() + CLOSE_S
+        for each in self._each:
+            each.closing.set()
+            each.wanted.set()
+        for each in self._each:
+            each.thread.join(max(until - time.monotonic(), 0.0))
+            if each.thread.is_alive():
+                self._say(f"metrics.sinks: {each.name} has not taken its rows in {CLOSE_S:g} s; it gets them when the run is started again")
 
 
-def make_sink(name: str, path: str, args: Mapping[str, Any]) -> Sink:
-    """Returns the sink of a run.  Raises :class:`~elastic.errors.CodeError`, or what its class raises."""
-    sink: Sink = load(path, "metrics.sinks")(name, **args)
-    return sink
+class _Handing:
+    """The thread that hands the rows of a run on to one sink."""
+
+    def __init__(self, run: Run, name: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
+        self.name, self._run, self._make, self._say = name, run, make, say
+        self._lineage: Lineage | None = None
+        self._sink: Sink | None = None
+        self._failed = False
+        self.wanted, self.closing = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
+        self.thread.start()
+
+    def begin(self, lineage: Lineage) -> None:
+        self._lineage = lineage
+        self.wanted.set()
+
+    def _work(self) -> None:
+        closing = False
+        while not closing:
+            self.wanted.wait(RETRY_S if self._failed else None)
+            self.wanted.clear()
+            closing = self.closing.is_set()
+            if self._lineage is not None:
+                self._hand_on(self._lineage)
+
+    def _hand_on(self, lineage: Lineage) -> None:
+        try:
+            self._sink = self._sink or self._make()
+            for rows in batched(stored(self._run.store, self._run.job.name, lineage, self._sink.last()), ROWS):
+                self._sink.write(rows)
+            self._failed = False
+        except Exception as error:  # the boundary to the user's code, and to other libraries
+            self._sink = None  # a new one may work
+            if not self._failed:
+                self._say(f"metrics.sinks: {self.name} failed, and gets the rows later: {failure(error)}")
+            self._failed = True
 
 
 def batched(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
@@ -229,6 +258,7 @@ class Recorder:
         """Stores what is left, if the bucket takes it in time, and ends.  Call it when the journal is closed."""
         self._closing.set()
         self._thread.join(CLOSE_S)
+        self._sinks.close()
 
     def _record(self) -> None:
         following: Following | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from actors.cli import main
+from elastic import metrics
 from elastic.control import codec
 from elastic.errors import JobError
 from elastic.ids import Version
@@ -26,6 +27,7 @@ from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from storage.journal import Journal
 from tests.control.play import Play, reformed, stepping
+from tests.support.patience import until
 from tests.support.sinks import rows_in
 from tests.support.toys import toy_job
 
@@ -104,6 +106,8 @@ def test_l2_each_step_once_over_restarts_and_only_when_it_is_final(tmp_path: Pat
     cosine = 0.5 * (1 + math.cos(math.pi * (10 - 2) / (100 - 2)))
     assert lines(run)[9]["lr"] == pytest.approx(1e-2 * (0.1 + 0.9 * cosine))
     assert [line["world"] for line in lines(run)] == [2] * 5 + [1] * 5
+    events = {line["step"]: line["event"] for line in lines(run) if "event" in line}
+    assert events.keys() == {6} and "w2" in events[6], "why there is another world"
 
 
 def test_l2_a_reader_goes_on_where_the_stored_rows_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +245,11 @@ def test_l2_a_sink_gets_each_final_step_once(tmp_path: Path) -> None:
             return told.append(line.text)
         shown.append(line)
         if line.step == 5:
-            assert [step for step, _ in rows_in(there)] == [], "it is broken"
+            assert rows_in(there) == [], "it is broken"
+            until((tmp_path / "broken.tried").exists)
             broken.unlink()
         if line.step == 7 and len(shown) == 7:
-            assert [step for step, _ in rows_in(there)] == [1, 2, 3, 4, 5, 6], "step 7 may still be taken back"
+            until(lambda: [step for step, _ in rows_in(there)] == [1, 2, 3, 4, 5, 6])
             raise ConnectionError("the process dies after step 7")
         return None
 
@@ -257,6 +262,28 @@ def test_l2_a_sink_gets_each_final_step_once(tmp_path: Path) -> None:
     losses = {line.step: line.loss for line in shown}
     assert rows_in(there) == [(step, losses[step]) for step in range(1, 11)]
     assert any("Forgetful failed" in text and "UNIQUE constraint failed: steps.step" in text for text in told)
+
+
+def test_l2_a_sink_that_hangs_disturbs_neither_the_run_nor_another_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L2: it never returns from its first rows; the other one has all of them, and the losses are those of a run without it."""
+    monkeypatch.setattr(metrics, "CLOSE_S", 0.5)
+    there, begun = tmp_path / "steps.db", tmp_path / "begun"
+    sinks = {
+        "tests.support.sinks:Hanging": {"path": str(tmp_path / "hanging.db"), "broken": str(begun)},
+        "tests.support.sinks:Table": {"path": str(there)},
+    }
+    shown, told = dict[str, list[float]](), list[str]()
+    for name, each in (("hanging", sinks), ("calm", {})):
+        job = toy_job(tmp_path / name, steps=6, checkpoint={"save_every": 2}, metrics={"sinks": each})
+        shown[name] = []
+
+        def show(line: Line, losses: list[float] = shown[name]) -> None:
+            told.append(line.text) if isinstance(line, Sentence) else losses.append(line.loss)
+
+        assert run_local(job, show)[0] == "Finished"
+    assert begun.exists() and rows_in(tmp_path / "hanging.db") == []
+    assert rows_in(there) == [*enumerate(shown["calm"], 1)] and shown["hanging"] == shown["calm"]
+    assert len([text for text in told if "Hanging has not taken its rows in 0.5 s" in text]) == 1
 
 
 def test_l2_a_sink_that_is_not_there_is_refused_before_any_worker_starts(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from elastic.config.values import (
     Auto,
     Branch,
     Code,
+    CodeOrName,
     Flag,
     Fraction,
     Free,
@@ -71,8 +72,8 @@ class Validation(Part):
 class Metrics(Part):
     """The numbers of each step.  They are always in the bucket, whatever is set here."""
 
-    sinks: Free[dict[Code, dict[str, JsonValue]]] = {}
-    """Classes that get them too, each as ``pkg.module:Class``, with its arguments.  The page on extending says what such a class has."""
+    sinks: Free[dict[CodeOrName, dict[str, JsonValue]]] = {}
+    """Trackers that get them too: ``tensorboard``, ``wandb``, ``mlflow`` or your own ``pkg.module:Class``, each with its arguments."""
 
 
 class Optim(Part):

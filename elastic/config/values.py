@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, WrapValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WrapValidator
 from pydantic.fields import FieldInfo
 
 from elastic.errors import CodeError
@@ -87,6 +87,12 @@ def _code(value: Any, check: Callable[[Any], str]) -> str:
     if module == MAIN:
         raise ValueError("names code of the script that runs; give the function or class itself, without quotes, or put it into a module")
     return path
+
+
+def _code_or_name(path: str) -> str:
+    if not path.isidentifier() and ":" not in path:
+        raise ValueError("must be the name of a tracker, such as 'tensorboard', or name code as 'package.module:name'")
+    return path if path.isidentifier() else _code(path, str)
 
 
 def folder_name(name: str) -> str:
@@ -200,3 +206,4 @@ Positive = Annotated[Whole, Field(ge=1)]
 Seconds = Annotated[Number, Field(gt=0)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Code = Annotated[str, WrapValidator(_code)]
+CodeOrName = Annotated[str, AfterValidator(_code_or_name)]

@@ -20,26 +20,16 @@ from elastic.protocol.events import StepDone, Work
 from elastic.protocol.lineage import Lineage, contains
 from elastic.report.speed import Speed
 
-Row = dict[str, float]
-"""The numbers of one step by name.  A number that is not known is left out."""
+Row = dict[str, Any]
+"""The numbers of one step by name.  A number that is not known is left out.
+
+The first step of a new world also has an "event": the sentence that says why there is one.  It is the only text.
+"""
 
 COLUMNS = (
-    *(
-        "step",
-        "final",
-        "generation",
-        "time",
-        "loss",
-        "norm",
-        "lr",
-        "tokens",
-        "skipped",
-        "quarantined",
-        "world",
-        "validation_loss",
-        "validation_terms",
-    ),
-    *("step_s", "tokens_per_s", "data_wait", "mfu", "causal_mfu", "peak_bytes", "reserved_bytes", "copied_through", "buddied_through"),
+    *("step", "final", "generation", "time", "loss", "norm", "lr", "tokens", "skipped", "quarantined", "world"),
+    *("validation_loss", "validation_terms", "step_s", "tokens_per_s", "data_wait", "mfu", "causal_mfu", "peak_bytes", "reserved_bytes"),
+    *("copied_through", "buddied_through", "event"),
 )
 """The names in the order of a table; the norms of layers, as "norm/layers.3", follow."""
 
@@ -89,6 +79,10 @@ class Rows:
         """The validation after a step, by that step and the commit that tells it."""
         self._worlds: dict[int, int] = {}
         """The number of members, by generation."""
+        self._reason = ""
+        """Why the newest world was stopped, until the next one has committed a step."""
+        self._events: dict[int, str] = {}
+        """The reason for a new world, by its generation, until it has committed a step."""
 
     def read(self, snapshot: Mapping[str, Any] | None, records: Sequence[Mapping[str, Any]]) -> None:
         """Reads records in today's format.  ``snapshot`` stands before them; None: they continue those that were read last."""
@@ -99,6 +93,7 @@ class Rows:
         for record in records:
             for action in record["actions"]:
                 self._note_plan(action.get("plan"))
+            self._note_event(record)
             self._note_commits(record)
 
     @property
@@ -136,6 +131,13 @@ class Rows:
         if plan and "members" in plan:
             self._worlds[plan["generation"]] = len(plan["members"])
 
+    def _note_event(self, record: Mapping[str, Any]) -> None:
+        actions = {each["$"]: each for each in record["actions"]}
+        if actions.keys() & {"Fence", "Pause"}:
+            self._reason = self._reason or record["reason"]
+        if "Form" in actions and (generation := actions["Form"]["plan"]["generation"]) > 1:
+            self._events[generation] = self._reason or record["reason"]
+
     def _note_commits(self, record: Mapping[str, Any]) -> None:
         done = {each["worker"]: each for each in codec.parts_of(record["event"]) if each["$"] == StepDone.__name__}
         own = {_of(each): codec.decode(tuple[tuple[str, float], ...], each["metrics"]) for each in done.values() if each.get("metrics")}
@@ -144,7 +146,10 @@ class Rows:
             outcome: Outcome = codec.decode(Outcome, commit)
             version, world = Version(outcome.step, outcome.generation), self._worlds.get(outcome.generation, 0)
             if version not in self._rows:
-                self._rows[version] = row_of(record["at"], outcome, self._lr(version), work, world) | dict(own.get(version, ()))
+                event = {"event": self._events.pop(outcome.generation)} if outcome.generation in self._events else {}
+                row = row_of(record["at"], outcome, self._lr(version), work, world)
+                self._rows[version] = row | event | dict(own.get(version, ()))
+                self._reason = ""
             if outcome.validated is not None:
                 self._validated[outcome.step - 1, version] = outcome.validated
         for each in done.values():
@@ -163,7 +168,7 @@ def _of(done: Mapping[str, Any]) -> Version:
 
 def json_line(row: Mapping[str, Any]) -> str:
     """Returns a row as a line of JSON, with the names in order.  JSON has no number that is not finite: null stands for it."""
-    return json.dumps({name: row[name] if math.isfinite(row[name]) else None for name in in_order(row)})
+    return json.dumps({name: row[name] if name == "event" or math.isfinite(row[name]) else None for name in in_order(row)})
 
 
 def row_from(line: str) -> Row:

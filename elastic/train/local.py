@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
@@ -90,6 +91,8 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
                 local.show_sentence("".join(traceback.format_exception(error.__cause__)))  # of the user's code
             raise
         finally:
+            local.sinks.close()
+            local.show_said()
             if summary := local.skips.summary:
                 local.show_sentence(summary)
             world.close()
@@ -132,7 +135,9 @@ class _Local:
         """The last step that is done."""
         self.rows: list[Row] = []
         """The metrics of the steps since the last save."""
-        self.sinks = Sinks(run, self.show_sentence)
+        self.said = deque[str]()
+        """Sentences of the threads of the sinks that were not shown yet."""
+        self.sinks = Sinks(run, self.said.append)
         self.found: tuple[int, Validated] | None = None
         """The newest validation, and the step after which it was made."""
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
@@ -140,6 +145,7 @@ class _Local:
     def train(self) -> tuple[str, str, int]:
         job = self.session.job
         state = self._healed()
+        self.sinks.hand_on(self.lineage)  # what they lack of earlier processes
         go(self.apply_fence, self.plan, state.shard)
         self.show_sentence(decay_line(state))
         self.step = state.shard.version.step
@@ -219,6 +225,7 @@ class _Local:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
         at, lr = time.time(), learning_rate_of(self.session.job, outcome.step)
         self.rows.append(row_of(at, outcome, lr, work, 1) | dict(metrics))
+        self.show_said()
         self.story.step(at, outcome, (WORKER,), lr, work)
         self.show(self.story.lines[-1])
         self.skips, said = note(self.skips, outcome, self.watched, ends=outcome.step == self.session.job.steps)
@@ -246,6 +253,10 @@ class _Local:
         self.sinks.hand_on(self.lineage)
         if self.session.job.checkpoint.keep_last:
             self.retention.round(Retain((version,), self.lineage, None, (self.plan.version,)))
+
+    def show_said(self) -> None:
+        while self.said:
+            self.show_sentence(self.said.popleft())
 
     def show_sentence(self, text: str) -> None:
         self.show(Sentence(time.time(), text))

@@ -27,7 +27,7 @@ from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError
 from elastic.forks import Origin
-from elastic.imports import failure, load
+from elastic.imports import failure
 from elastic.job import Job
 from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount, explained
@@ -35,6 +35,7 @@ from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.resume import Start
 from elastic.runs import Run
+from elastic.sinks.port import check_sink
 from elastic.sources import Sources, sources_of
 from elastic.state.heal import WEIGHTS
 from elastic.state.region import frame
@@ -93,8 +94,8 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         session.close()
     check_rule(job, session.rule)
     _check_vocabulary(model, session.loader.dataset)
-    for sink in job.metrics.sinks:
-        load(sink, "metrics.sinks")
+    for sink, args in job.metrics.sinks.items():
+        check_sink(sink, args)
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, sharding_table(model)):
         raise ModelError(
             f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes are multiples of {MULTIPLE}, and "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.cli import main
@@ -15,15 +17,52 @@ from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.job_file import to_toml
 from tests.support.report_page import read_page
 from tests.support.sinks import rows_in
+from tests.support.trackers import History, mlflow_has, tensorboard_has, wandb_has
 
 
-def test_l2_each_step_once_although_coordinator_and_worker_are_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def trackers(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns the trackers whose packages are here, with their arguments."""
+    every: dict[str, tuple[str, dict[str, Any]]] = {
+        "tensorboard": ("tensorboard", {}),
+        "wandb": ("wandb", {"folder": str(folder / "wandb"), "mode": "offline"}),
+        "mlflow": ("tests.support.trackers:mlflow_in_files", {"uri": f"file://{folder}/mlflow"}),
+    }
+    return {sink: args for package, (sink, args) in every.items() if find_spec(package) is not None}
+
+
+def single(numbers: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Returns the numbers in fp32, in which TensorBoard has them."""
+    return [(step, float(np.float32(value))) for step, value in numbers]
+
+
+def shown_by(folder: Path) -> dict[str, tuple[History, dict[int, str]]]:
+    """Returns what each tracker has."""
+    found = dict[str, tuple[History, dict[int, str]]]()
+    if (folder / "killed/tensorboard").exists():
+        found["tensorboard"] = tensorboard_has(folder / "killed/tensorboard")
+    if (folder / "wandb").exists():
+        numbers, texts, ids = wandb_has(next((folder / "wandb").iterdir()))
+        assert len(ids) == 1
+        found["wandb"] = numbers, texts
+    if (folder / "mlflow").exists():
+        numbers, texts, runs = mlflow_has(f"file://{folder}/mlflow")
+        assert runs == 1
+        found["mlflow"] = numbers, texts
+    return found
+
+
+def test_l2_each_step_once_although_coordinator_and_worker_are_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L2: read back with json alone, the losses are those of one process without Ray, bit for bit, and every number is finite.
+
+    The trackers that are installed, read with their own readers, have the same numbers, each step once, in one run each.
 
     The coordinator is killed between two saves; then a worker is, the only holder of its shard, so that steps are done again.
     """
     settings: dict[str, Any] = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 0}}
-    settings["metrics"] = {"sinks": {"tests.support.sinks:Table": {"path": str(tmp_path / "steps.db")}}}
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    settings["metrics"] = {"sinks": {"tests.support.sinks:Table": {"path": str(tmp_path / "steps.db")}, **trackers(tmp_path)}}
     reference = alone(job_of(tmp_path / "alone", "local", data={"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS}}))
     job = job_of(tmp_path, "killed", faults=[{"point": "backward", "step": 20, "world_rank": 1}], **settings)
     killer = Killer(tmp_path, [running(9)])
@@ -37,6 +76,12 @@ def test_l2_each_step_once_although_coordinator_and_worker_are_killed(tmp_path: 
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     assert [row["loss"] for row in rows] == reference.losses
     assert len({row["generation"] for row in rows}) > 1 and {row["world"] for row in rows} >= {2}
+    assert len(shown_by(tmp_path)) == len(trackers(tmp_path))
+    for name, (numbers, texts) in shown_by(tmp_path).items():
+        for number in ("loss", "norm", "lr", "tokens", "world", "skipped", "tokens_per_s", "generation"):
+            wanted = [(row["step"], row[number]) for row in rows]
+            assert numbers[number] == (single(wanted) if name == "tensorboard" else wanted), (name, number)
+        assert texts == {row["step"]: row["event"] for row in rows if "event" in row} != {}, name
     assert len(files) <= STEPS // 6 + 1, "no more than one for each save"
     shown = [line.step for line in chaos.lines if hasattr(line, "step")]
     assert len(shown) != STEPS or len(set(shown)) != STEPS, "the control: what the terminal shows is not each step once"

@@ -96,9 +96,13 @@ IMPORTS = {
     "elastic.metrics": Row(
         (
             *("elastic.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.protocol.lineage"),
-            *("elastic.report.metrics", "elastic.runs", "storage.*", *NAMES),
+            *("elastic.report.metrics", "elastic.runs", "elastic.sinks.port", "storage.*", *NAMES),
         )
     ),
+    "elastic.sinks": Row(("elastic.sinks", "elastic.sinks.port", "elastic.report.metrics", "storage.*", *NAMES)),
+    "elastic.sinks.tensorboard": Row(("elastic.sinks.port", "elastic.report.metrics", "storage.*"), ("tensorboard",)),
+    "elastic.sinks.wandb": Row(("elastic.sinks.port", "elastic.report.metrics"), ("wandb",)),
+    "elastic.sinks.mlflow": Row(("elastic.sinks.port", "elastic.report.metrics"), ("mlflow",)),
     "elastic.kernels": Row(("elastic.kernels.*",), ("torch",)),
     "elastic.kernels.triton_kernels": Row((), ("torch", "triton")),
     "elastic.models": Row(("elastic.models.*", "elastic.kernels.*"), ("torch",)),
@@ -143,7 +147,7 @@ IMPORTS = {
             *("elastic.train.*", "elastic.state.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*"),
             *("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
             *("elastic.branches", "elastic.config.sections", "elastic.forks", "elastic.metrics", "elastic.resume", "elastic.retention"),
-            *("elastic.sources", *NAMES),
+            *("elastic.sinks.port", "elastic.sources", *NAMES),
         ),
         ("numpy", "torch"),
     ),

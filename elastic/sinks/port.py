@@ -1,0 +1,130 @@
+"""The port: what every sink of metrics can do, and what it is told of its run.
+
+A sink gets only rows that no fall-back takes back, in order of their steps.  "Each step once" holds against the death of any process as
+follows: a sink says itself which step it has last, so what counts is what is there, not what somebody meant to write.
+
+One case remains.  If a checkpoint proves to be damaged after its steps were handed on, these steps are done again, and a sink keeps the
+numbers that it got first.  ``elastic metrics`` prints those that count.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import pkgutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic import sinks
+from elastic.errors import CodeError
+from elastic.imports import PACKAGES, load
+from elastic.report.metrics import Row
+from storage.errors import Exists, Missing
+from storage.objects import ObjectStore
+
+AXES = ("step", "time", "final")
+"""Names in a row that say where it belongs.  All others are what is shown."""
+EVENT = "event"
+"""The name of the sentence in the first row of a world that says why there is a new one.  All other values are numbers."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a sink knows it.
+
+    ``settings`` are those of its job, flat, by dotted names.  ``store`` is its bucket.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    store: ObjectStore
+
+    @property
+    def id(self) -> str:
+        """A random text of 16 letters and digits that no other run has, also not one of the same name in another bucket."""
+        key = f"{self.name}/sinks/id"
+        with suppress(Exists):
+            self.store.put_if_absent(key, uuid.uuid4().hex[:16].encode())
+        return self.store.get(key).decode()
+
+    def noted(self, sink: str) -> int:
+        """Returns the step that :meth:`note` has noted last; 0 without one."""
+        try:
+            return int(json.loads(self.store.get(self._cursor(sink)))["step"])
+        except Missing:
+            return 0
+
+    def note(self, sink: str, step: int) -> None:
+        """Notes in the bucket up to which step ``sink`` has its rows: for trackers that cannot always say so themselves."""
+        self.store.put(self._cursor(sink), json.dumps({"step": step}).encode())
+
+    def _cursor(self, sink: str) -> str:
+        return f"{self.name}/sinks/{sink}.json"
+
+
+class Sink(Protocol):
+    """A place outside of the metrics folder that gets the rows, such as a database or a tracker.
+
+    It is made with a :class:`TrackedRun` and the arguments of ``metrics.sinks``, on a thread of its own.  A run may go on in another
+    process, on another machine: what is made there with the same arguments must be the same place.
+    """
+
+    def last(self) -> int:
+        """Returns the step of the newest row that it has; 0 without any."""
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Adds rows, in order of their steps: all of them or none, so that none comes twice.  When it returns, they are there to stay."""
+
+
+def shown(row: Row) -> dict[str, float]:
+    """Returns the numbers of a row that a tracker shows, by name."""
+    return {name: float(value) for name, value in row.items() if name not in AXES and name != EVENT}
+
+
+def sink_class(name: str) -> Callable[..., Sink]:
+    """Returns the class that a key of ``metrics.sinks`` names.
+
+    Raises :class:`CodeError` if it is not there, or a package that it needs.
+    """
+    if ":" in name:
+        found: Callable[..., Sink] = load(name, "metrics.sinks")
+        return found
+    known = sorted(module.name for module in pkgutil.iter_modules(sinks.__path__) if module.name != "port")
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}, and your own as 'package.module:Class'"
+        raise CodeError(f"metrics.sinks has no {name!r}; {hint}")
+    try:
+        tracker: Callable[..., Sink] = load(f"{sinks.__name__}.{name}:Tracker", "metrics.sinks")
+    except CodeError as error:
+        cause = error.__cause__
+        if not isinstance(cause, ModuleNotFoundError) or (cause.name or "").partition(".")[0] in PACKAGES:
+            raise
+        raise CodeError(
+            f"metrics.sinks.{name} needs the package {cause.name!r}, which is not on this machine; install it on every node of the cluster "
+            f"with pip install 'elastic-train[{name}]', or leave the sink out"
+        ) from None
+    return tracker
+
+
+def check_sink(name: str, args: Mapping[str, Any]) -> None:
+    """Raises :class:`CodeError` if the class is not there, or does not take these arguments."""
+    made = sink_class(name)
+    try:
+        signature = inspect.signature(made)
+    except (TypeError, ValueError):  # a class of C has none
+        return
+    try:
+        signature.bind(None, **args)
+    except TypeError as error:
+        takes = ", ".join(str(each) for each in list(signature.parameters.values())[1:]) or "no arguments"
+        raise CodeError(f"metrics.sinks.{name} = {dict(args)!r}: {error}; it takes {takes}") from None
+
+
+def make_sink(run: TrackedRun, name: str, args: Mapping[str, Any]) -> Sink:
+    """Returns the sink of a run.  Raises :class:`~elastic.errors.CodeError`, or what its class raises."""
+    return sink_class(name)(run, **args)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from actors import branch_commands, commands
-from actors.terminal import say
+from actors.terminal import forget, lasting, say
 from elastic.config.command_line import Parser
 from elastic.errors import STOPPED, ElasticError
 from elastic.job import Job
 from storage.errors import StorageError
+
+UNREAD = 141
+"""Exit code of a command that only tells something and has lost its reader, as of a program that SIGPIPE ends."""
+TELLERS = ("status", "attach", "logs", "replay", "metrics")
+"""The commands that end with their reader.  All others go on without one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: finished, 1: an error of the job, 2: the platform gave up, 3: stopped and resumable, 4: restarted in vain too often.
     """
+    words = sys.argv[1:] if arguments is None else arguments
+    with contextlib.nullcontext() if words and words[0] in TELLERS else lasting():
+        try:
+            return _main(words)
+        except BrokenPipeError:
+            forget(sys.stdout)
+            return UNREAD
+
+
+def _main(arguments: Sequence[str]) -> int:
     try:
         known = _parser().parse_args(arguments)
         code: int = known.perform(known)
@@ -75,7 +92,7 @@ def _takes_job(
 
 def _add_run_commands(parsers: Any) -> None:
     usage = (
-        "elastic train [-h] [--local] [--branch] [--accept-code] [--resume WORD] [--again] [--address ADDRESS] job "
+        "elastic train [-h] [--local] [--branch] [--accept-code] [--resume WORD] [--again] [--address ADDRESS] [-q] job "
         "[--section.option value ...]"
     )
     train = _takes_job(parsers, "train", commands.train, "train a job, or go on with its run", listed=True, usage=usage)
@@ -84,6 +101,7 @@ def _add_run_commands(parsers: Any) -> None:
         "--address", help="address of the Ray cluster (default: the one this was submitted to, or else a new one on this machine)"
     )
     train.add_argument("--branch", action="store_true", help="go on with a run whose settings were others, from its newest checkpoint")
+    _add_quiet(train)
     train.add_argument("--accept-code", action="store_true", help="go on with a run whose code was other, from its newest checkpoint")
     train.add_argument("--again", action="store_true", help="start a run that was restarted in vain too often (watch.max_restarts)")
     train.add_argument(
@@ -103,7 +121,7 @@ def _add_run_commands(parsers: Any) -> None:
     runs.set_defaults(perform=branch_commands.runs)
     status = _takes_job(parsers, "status", commands.on_run, "show where a run stands, and follow it")
     status.add_argument("--once", action="store_true", help="print it once, and do not follow")
-    _takes_job(parsers, "attach", commands.on_run, "follow a run from its start to its end; Ctrl-C leaves it running")
+    _add_quiet(_takes_job(parsers, "attach", commands.on_run, "follow a run from its start to its end; Ctrl-C leaves it running"))
     _takes_job(parsers, "stop", commands.on_run, "stop a run after a save; `elastic train` goes on from there")
     clean = _takes_job(
         parsers, "clean", commands.on_run, "remove what a dead run has left on its cluster: actors, shared memory, logs on the nodes"
@@ -121,6 +139,10 @@ def _add_run_commands(parsers: Any) -> None:
     report = _takes_job(parsers, "report", commands.report, "write a page with plots of a run: loss, speed, incidents, checkpoints")
     report.add_argument("--to", type=Path, metavar="FILE.html", help="the page (default: <name>-report.html in this folder)")
     report.add_argument("--png", type=Path, metavar="FILE.png", help="a picture of the plots, too; needs matplotlib")
+
+
+def _add_quiet(parser: Parser) -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", help="print only errors, and how the run ended")
 
 
 def _add_faults(parsers: Any) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 import elastic
-from actors.terminal import console, say, show_for, show_result
+from actors.terminal import console, say, screen_for, show_result
 from elastic.config.command_line import COMMAND_LINE
 from elastic.errors import ElasticError, JobError, PlatformGaveUp
 from elastic.imports import failure
@@ -43,12 +43,13 @@ def train(known: Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
     cluster.check_file(known.job)
     job = _job(known)
-    for warning in job.warnings():
+    for warning in job.warnings() if not known.quiet else ():
         say(warning, "note: ", "yellow")
     line = f"{_line(known)} --local" if known.local else _line(known)
+    screen = screen_for(job, quiet=known.quiet)
     try:
         words = {"branch": known.branch, "accept_code": known.accept_code, "resume": known.resume, "again": known.again}
-        result = launch(job, address=known.address, local=known.local, show=show_for(job), **words)
+        result = launch(job, address=known.address, local=known.local, show=screen.show, look=screen.look, **words)
     except (ElasticError, StorageError):
         raise
     except Exception as error:  # with --local the user's own code runs in this process
@@ -67,7 +68,7 @@ def on_run(known: Namespace) -> int:
         case "status":
             return run_commands.status(job, known.once)
         case "attach":
-            return run_commands.attach(job, _line(known))
+            return run_commands.attach(job, _line(known), known.quiet)
         case "stop":
             return run_commands.stop(job)
         case "clean":

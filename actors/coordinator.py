@@ -167,7 +167,7 @@ class Coordinator:
             sys.path[:0] = [entry for entry in search_path if entry not in sys.path]
         self.clock = steady_clock()
         self.inbox = Inbox(self.clock)
-        self.story = Story(job.steps)
+        self.story = Story(job.steps, job.loss)
         self.reason = ""
         self.exported = Exported(job.name)
         self.audience = Audience(driver, job.on_driver_exit, job.deadlines.driver_s, time.monotonic())

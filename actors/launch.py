@@ -21,7 +21,7 @@ from actors import cluster
 from actors.coordinator import Coordinator, View
 from actors.objects import pack
 from actors.signals import Requests
-from actors.terminal import show_for
+from actors.terminal import Screen, screen_for
 from elastic import restarts
 from elastic.branches import flat
 from elastic.engine.optim.schedule import learning_rate_of
@@ -46,6 +46,12 @@ LEAVING_S = 2.0
 STEPS = 100_000
 """Largest number of steps of which a result gives the losses."""
 Show = Callable[[Line], None]
+Look = Callable[[View], None]
+"""A function that gets each answer of the coordinator, after its new lines were shown."""
+
+
+def _nothing(_: Any) -> None:
+    """Shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,10 @@ def launch(
     resume: str | int = LATEST,
     again: bool = False,
     show: Show | None = None,
+    look: Look = _nothing,
 ) -> Result:
-    """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.  ``show`` gets each line about what happens;
-    without it they are printed.
+    """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.  ``show`` gets each line about what happens,
+    and ``look`` each answer of the coordinator; without ``show`` they are printed.
 
     A run that began with other settings goes on with these if ``branch`` says so, unless its state or its place in the data does not fit.
     A run whose code was other goes on with the code of now if ``accept_code`` says so.
@@ -109,7 +116,9 @@ def launch(
     from elastic.train.preflight import preflight
     from elastic.train.session import settled
 
-    show = show or show_for(job)
+    if show is None:
+        screen = screen_for(job)
+        show, look = screen.show, screen.look
     with Requests() as requests:
         if not local:
             check_packages(Path.cwd())  # this folder comes first on the workers' path
@@ -124,11 +133,7 @@ def launch(
             show(Sentence(time.time(), sentence))
         living = "" if address else _at_its_cluster(job, show)
         if local:
-            if living:
-                ray.shutdown()
-                raise JobError(
-                    f"name = {job.name!r}: this run lives on the cluster at {living}; `elastic stop` ends it, or choose another name"
-                )
+            _refuse_living(job, living)
             _begin(start, show, branch)
             _note_code(Run.open(job), checked, show)
             return _result(job, *run_local(job, show))
@@ -140,7 +145,14 @@ def launch(
         if (branch or accept_code) and attach(job.name) is not None:
             raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
         _begin(start, show, branch)
-        return _follow(_heeding_the_driver(job, show), checked, objects, requests, show, seen, again or branch)
+        return _follow(_heeding_the_driver(job, show), checked, objects, requests, show, look, seen, again or branch)
+
+
+def _refuse_living(job: Job, address: str) -> None:
+    """Raises :class:`JobError` if the run lives on a cluster, at ``address``: this process cannot train it, too."""
+    if address:
+        ray.shutdown()
+        raise JobError(f"name = {job.name!r}: this run lives on the cluster at {address}; `elastic stop` ends it, or choose another name")
 
 
 def _begin(start: Start, show: Show, branch: bool) -> None:
@@ -211,7 +223,9 @@ def _heeding_the_driver(job: Job, show: Show) -> Job:
     return job
 
 
-def _follow(job: Job, checked: Checked, objects: Sequence[bytes], requests: Requests, show: Show, seen: int, again: bool) -> Result:
+def _follow(
+    job: Job, checked: Checked, objects: Sequence[bytes], requests: Requests, show: Show, look: Look, seen: int, again: bool
+) -> Result:
     """Attaches to the run, or starts it, and watches it to its end or until this driver is told to leave.
 
     ``seen`` is the run's newest incarnation that this driver has seen: it does not start the run if somebody else has begun it since.
@@ -231,7 +245,7 @@ def _follow(job: Job, checked: Checked, objects: Sequence[bytes], requests: Requ
     else:
         show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{_not_ours(job, coordinator, deadline_s)}"))
     try:
-        view = watch(coordinator, show, driver, requests, deadline_s)
+        view = watch(coordinator, show, look, driver, requests, deadline_s)
     except PlatformGaveUp:
         reap(job.name)
         raise
@@ -267,13 +281,13 @@ def _not_ours(job: Job, coordinator: Any, deadline_s: float) -> str:
     return f" with settings of its own, which stay until it is started again ({', '.join(other[:4])})" if other else ""
 
 
-def follow(job: Job, coordinator: Any, show: Show) -> Result:
+def follow(job: Job, coordinator: Any, screen: Screen) -> Result:
     """Shows the story of a run from its start until the run ends or a signal comes.  The run does not notice the signal."""
     with Requests() as requests:
         requests.note()
-        show(Sentence(time.time(), f"attached to {job.name}; Ctrl-C leaves it as it is"))
+        screen.show(Sentence(time.time(), f"attached to {job.name}; Ctrl-C leaves it as it is"))
         driver = uuid.uuid4().hex
-        view = watch(coordinator, show, driver, requests, 2 * job.deadlines.lease_s, only=True)
+        view = watch(coordinator, screen.show, screen.look, driver, requests, 2 * job.deadlines.lease_s, only=True)
     coordinator.leave.remote(driver, only=True)
     return _result(job, view.state, view.reason, view.step, view.job_error) if view.over else _left(job, view, requests)
 
@@ -312,7 +326,7 @@ def _view_of(coordinator: Any, deadline_s: float) -> View | None:
 class Head:
     """The head of the cluster that this process has joined."""
 
-    def __init__(self, show: Show = lambda line: None) -> None:
+    def __init__(self, show: Show = _nothing) -> None:
         self._show, self._address = show, ray.get_runtime_context().gcs_address
         self._looked_at, self._missed_at = time.monotonic(), 0.0
         self.heard = False
@@ -406,7 +420,7 @@ def start(job: Job, reference: Build, driver: str, seen: int, objects: Sequence[
     return coordinator
 
 
-def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadline_s: float, *, only: bool = False) -> View:
+def watch(coordinator: Any, show: Show, look: Look, driver: str, requests: Requests, deadline_s: float, *, only: bool = False) -> View:
     """Shows the story until the run is over, or until this driver is told to leave and the run does not stop because of it.
 
     ``only`` means that this driver merely watches.  A coordinator that takes over begins a story of its own; the request to leave is
@@ -420,6 +434,7 @@ def watch(coordinator: Any, show: Show, driver: str, requests: Requests, deadlin
         seen = view.told
         for line in view.lines:
             show(line)
+        look(view)
         if view.over:
             return view
         if requests.asked and not told:

@@ -17,7 +17,7 @@ from actors import cluster, launch
 from actors.coordinator import View
 from actors.logs import read_from
 from actors.processes import clear, end_on_sigterm
-from actors.terminal import say, show_for, show_result
+from actors.terminal import say, screen_for, show_result
 from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
@@ -89,7 +89,7 @@ def status(job: Job, once: bool) -> int:
     return 0
 
 
-def attach(job: Job, line: str) -> int:
+def attach(job: Job, line: str, quiet: bool = False) -> int:
     """Shows the run from its start to its end, and returns the exit code of `elastic train`.  Ctrl-C leaves the run as it is.
 
     If the run is over, returns the code with which it ended.  Raises :class:`PlatformGaveUp` if its bucket does not say how it ended, and
@@ -97,7 +97,7 @@ def attach(job: Job, line: str) -> int:
     """
     coordinator = coordinator_of(job)
     if coordinator is not None:
-        return show_result(launch.follow(job, coordinator, show_for(job)), job, line)
+        return show_result(launch.follow(job, coordinator, screen_for(job, quiet=quiet)), job, line)
     absent = Absent.of(job)
     if absent.end is None:
         raise PlatformGaveUp(absent.said)
@@ -130,8 +130,8 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
     there and does not answer.
     """
     deadline_s = 2 * job.deadlines.lease_s
-    show = show_for(job)
-    seen, incarnation, shown, head = 0, 0, "", launch.Head(show)
+    screen = screen_for(job)
+    seen, incarnation, shown, head = 0, 0, "", launch.Head(screen.show)
     end_on_sigterm()  # Ray's own handler prints a stack
     try:
         while True:
@@ -144,7 +144,8 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
                 say(f"{view.token}: {view.state}, step {view.step} of {view.steps}, {stands}{_copies(view)}{_speed(view)}; {view.reason}")
             shown = stands
             for line in view.lines[-20:]:
-                show(line)
+                screen.show(line)
+            screen.look(view)
             seen = view.told
             if view.over and driver:
                 coordinator.leave.remote(driver)

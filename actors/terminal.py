@@ -1,24 +1,146 @@
-"""Prints the output of commands."""
+"""Prints the output of commands: lines that stay and, on a terminal, one line below them that changes.
+
+The line that changes is taken away before anything else is printed, whoever prints it, so nothing of it is left over.  A pipe whose reader
+has gone ends no run: what is printed from then on is lost.  Off a terminal there are only plain lines, without control characters.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
+from elastic.report.progress import Progress, spell
 from elastic.report.story import Line, StepLine
 
 if TYPE_CHECKING:
+    from actors.coordinator import View
     from actors.launch import Result
 
-console = Console(highlight=False, force_jupyter=False)  # a notebook would make a block of HTML of each line
 DATA_WAIT = 0.1
 """Smallest part of a step for which a worker waits for data that a line of the step tells."""
+MINUTE_S = 60.0
+"""Seconds after which a file or a pipe gets the line of a step in any case, if ``log_every`` is ``auto``."""
+STILL_S = 10.0
+"""Seconds without a step after which a terminal shows how long that has been so, unless steps take that long."""
+BAR = 20
+"""Largest width of the bar, in characters."""
+ERASE = "\r\x1b[K"
+"""Returns to the beginning of the line, and clears it."""
+ECHO = 3
+"""Columns that are left free at the end of the line that changes: the terminal itself writes ^C there."""
+GONE = (errno.EPIPE, errno.EIO)
+"""Errors of a pipe whose reader has gone, and of a terminal that has."""
+DOES = {"Waiting": "waits for workers", "Forming": "forms a world", "Stopping": "leaves a world", "Finishing": "saves the last step"}
+"""The words for what a run does in each state, but for training."""
+
+
+class Terminal(Console):
+    """The terminal of this process, or the file or pipe in its place."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, force_jupyter=False)  # a notebook would make a block of HTML of each line
+        self._drawn, self._guard = "", threading.RLock()
+        self._midline = False
+        """True if what was printed last has not ended its line."""
+
+    @property
+    def changes(self) -> bool:
+        """True if a line can change: it cannot in a file, nor on a terminal that knows no control characters."""
+        return self.is_terminal and not self.is_dumb_terminal
+
+    def draw(self, text: str) -> None:
+        """Shows ``text`` in the line that changes, as much as fits."""
+        with self._guard:
+            text = text[: max(self.width - ECHO, 1)]  # a longer line would go on in a second one, which stays
+            if self.changes and not self._midline and text != self._drawn:
+                _write(_raw(self.file), f"{ERASE}{text}")
+                self._drawn = text
+
+    def erase(self) -> None:
+        """Takes the line that changes away."""
+        with self._guard:
+            if self._drawn:
+                self._drawn = ""
+                _write(_raw(self.file), ERASE)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        self.erase()
+        super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Lets the command decide: see :func:`lasting`."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads what this command prints")
+
+    def passing(self, stream: TextIO, text: str) -> None:
+        """Prints ``text``, somebody else's, to ``stream``."""
+        with self._guard:
+            if stream.isatty():
+                self.erase()
+                self._midline = not text.endswith(("\n", "\r")) if text else self._midline
+            _write(stream, text)
+
+
+console = Terminal()
+
+
+class _Lasting:
+    """A stream of this process that takes away the line that changes, and outlives its reader."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        console.passing(self.stream, text)
+        return len(text)
+
+    def flush(self) -> None:
+        _write(self.stream, "")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Lets what this process prints meanwhile go on without a reader, and not disturb the line that changes."""
+    out, err = _Lasting(sys.stdout), _Lasting(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            yield
+        finally:
+            console.erase()
+
+
+def _raw(file: Any) -> Any:
+    return file.stream if isinstance(file, _Lasting) else file
+
+
+def _write(stream: Any, text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+        forget(stream)
+
+
+def forget(stream: Any) -> None:
+    """Sends what is printed to ``stream`` from now on nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def say(text: str, head: str = "", style: str = "") -> None:
@@ -26,29 +148,81 @@ def say(text: str, head: str = "", style: str = "") -> None:
     console.print(Text.assemble((head, style), text), soft_wrap=True)
 
 
-def show(line: Line) -> None:
-    """Prints a line of the story.  On a terminal a step overwrites the step before it; a sentence stays."""
-    clock = time.strftime("%H:%M:%S", time.localtime(line.at))
-    if not isinstance(line, StepLine):
-        say(line.text, f"{clock} ", "dim")
-        return
-    rate = f"{line.tokens_per_s:>9,.0f} tokens/s" if line.tokens_per_s else ""
-    console.print(
-        f"[dim]{clock}[/] step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {rate:18}  "
-        f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm {line.norm:.3f}{_usage(line)}",
-        soft_wrap=True,
-        end="\r" if console.is_terminal and line.step < line.steps else "\n",
+class Screen:
+    """Shows a run to the user of this process.
+
+    ``log_every`` is the setting.  ``quiet`` shows nothing: errors and the end of the run are not printed here.
+    """
+
+    def __init__(self, log_every: int | str = 1, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self.log_every, self.quiet, self._clock = log_every, quiet, clock
+        self.progress = Progress()
+        self._step: StepLine | None = None
+        self._stepped_at, self._formed_at = clock(), float("inf")
+        self._told_at = 0.0
+
+    def show(self, line: Line) -> None:
+        """Shows a line of the story.  On a terminal a step takes the place of the step before it; a sentence stays."""
+        if isinstance(line, StepLine):
+            self.progress.add(line)
+            self._step, self._stepped_at = line, self._clock()
+        if self.quiet:
+            return
+        if not isinstance(line, StepLine):
+            say(line.text, f"{_clock_of(line)} ", "dim")
+        elif line.step == line.steps or (not console.changes and self._is_told(line)):
+            self._told_at = line.at
+            left = f"  {spell(self.progress.left_s)} left" if self.progress.left_s else ""
+            console.print(f"[dim]{_clock_of(line)}[/] {_step_of(line)}{left}", soft_wrap=True)
+            return
+        if self._step is not None and self._step.step < self._step.steps and console.changes:
+            console.draw(self._status())
+
+    def look(self, view: View) -> None:
+        """Shows what the run does while there is no step."""
+        now = self._clock()
+        self._formed_at = now if view.state == "Running" else min(self._formed_at, now)
+        if self.quiet or view.over or not console.changes:
+            return
+        if what := DOES.get(view.state):
+            step = f"step {view.step}/{view.steps}" if view.step else f"{view.steps} steps"
+            console.draw(f"{step}  {what}, for {spell(now - self._formed_at)} now: {view.reason.partition('; ')[0]}")
+        elif self._step is not None and self._step.step < self._step.steps:
+            console.draw(self._status(now - self._stepped_at))
+
+    def _is_told(self, line: StepLine) -> bool:
+        """Returns whether a file gets the line of this step."""
+        if isinstance(self.log_every, int):
+            return line.step % self.log_every == 0
+        return not self._told_at or line.step % max(line.steps // 100, 1) == 0 or line.at - self._told_at >= MINUTE_S
+
+    def _status(self, since_s: float = 0.0) -> str:
+        """Returns the line that changes: what matters most comes first, because a narrow terminal cuts the rest off."""
+        line, progress = self._step, self.progress
+        assert line is not None
+        part, width = line.step / line.steps, console.width - ECHO
+        bar = min(BAR, max(width - 60, 0))
+        filled = int(bar * part)
+        parts = [f"step {line.step}/{line.steps}", *([f"{'━' * filled}{'─' * (bar - filled)}"] if bar > 4 else []), f"loss {line.loss:.4f}"]
+        if since_s > max(STILL_S, 3 * progress.pace_s):
+            parts.append(f"no step for {spell(since_s)}")
+        elif progress.left_s:
+            parts.append(f"{spell(progress.left_s)} left")
+        if progress.rate:
+            parts.append(f"{progress.rate:,.0f} {line.noun}/s")
+        return "  ".join([*parts, f"world {line.world}"]) + _usage(line)
+
+
+def _clock_of(line: Line) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(line.at))
+
+
+def _step_of(line: StepLine) -> str:
+    rate = f"{line.tokens_per_s:>9,.0f} {line.noun}/s" if line.tokens_per_s else ""
+    return (
+        f"step {line.step:>5}/{line.steps}  loss {line.loss:.4f}  {rate:18}  "
+        f"world {line.world}  generation {line.generation}  lr {line.lr:.2e}  norm {line.norm:.3f}{_usage(line)}"
     )
-
-
-def show_for(job: Job) -> Callable[[Line], None]:
-    """Returns :func:`show` for the run of ``job``: off a terminal, the only steps are the last one and those that ``log_every`` divides."""
-
-    def told(line: Line) -> None:
-        if console.is_terminal or not isinstance(line, StepLine) or line.step % job.log_every == 0 or line.step == line.steps:
-            show(line)
-
-    return told
 
 
 def _usage(line: StepLine) -> str:
@@ -57,13 +231,18 @@ def _usage(line: StepLine) -> str:
     return f"{told}  {line.waiting} waits {line.data_wait:.0%} for data" if line.data_wait >= DATA_WAIT else told
 
 
+def screen_for(job: Job, *, quiet: bool = False) -> Screen:
+    """Returns the screen of a command for the run of ``job``."""
+    return Screen(job.log_every, quiet=quiet)
+
+
 def show_result(result: Result, job: Job, line: str) -> int:
     """Prints how the run ended and what the user can do next, and returns the exit code.
 
     ``line`` is the job file with its options, as the user typed them.
     """
     if result.job_error and result.job_error not in result.reason:
-        print(result.job_error)
+        say(result.job_error)
     colours = {"Finished": "green", "Stopped": "yellow", "Failed": "red"}
     colour = colours.get(result.state, "yellow")
     say(f" at step {result.step} of {job.steps}: {result.reason}", result.state, colour)

@@ -161,9 +161,9 @@ class Job(Part):
     """
     on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
     """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""
-    log_every: Free[Positive] = 1
-    """Number of steps between the lines of steps that a command prints into a file or a pipe.  A terminal shows every step, in one line;
-    sentences are always printed.
+    log_every: Free[Positive | Auto] = "auto"
+    """Number of steps between the lines of steps that a command prints into a file or a pipe.  ``auto``: a hundredth of ``steps``, and a
+    line a minute.  A terminal shows every step, in one line; sentences are always printed.
     """
     profile: Free[Annotated[str, AfterValidator(step_range)]] = ""
     """Steps that world rank 0 profiles, as ``7`` or ``5-7``.  A trace (for Perfetto), and on a GPU a snapshot of its memory (for

@@ -31,7 +31,7 @@ import ray
 from safetensors import safe_open
 
 from actors.launch import attach, launch
-from actors.terminal import show
+from actors.terminal import Screen
 from elastic import Job
 from elastic.data.prepare import prepare
 from elastic.report.recoveries import Recovery, recoveries
@@ -79,7 +79,7 @@ def main() -> int:
     undisturbed, killed, resumed = job("undisturbed"), job("killed"), job("resumed")
 
     print("\n=== 1. undisturbed, two workers")
-    launch(undisturbed, address="local", show=show)
+    launch(undisturbed, address="local", show=Screen().show)
 
     print("\n=== 2. one of two workers is killed on the way; another takes its place")
     killed_at: list[float] = []
@@ -92,13 +92,13 @@ def main() -> int:
         print(f"--- SIGKILL to {victim}, process {pid}")
 
     at_step(killed, STEPS // 5, kill_one)
-    launch(killed, show=show)
+    launch(killed, show=Screen().show)
 
     print("\n=== 3. stopped half way, then resumed from the bucket with three workers")
     at_step(resumed, STEPS // 2, lambda coordinator, _: coordinator.stop.remote("the quickstart asks for it"))
-    launch(resumed, show=show)
+    launch(resumed, show=Screen().show)
     resumed = job("resumed", workers=3)
-    launch(resumed, show=show)
+    launch(resumed, show=Screen().show)
     ray.shutdown()
     return report([undisturbed, killed, resumed], killed_at[0])
 

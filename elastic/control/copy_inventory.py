@@ -208,7 +208,8 @@ def pair(decision: Decision, plan: Plan) -> None:
         return
     chosen = buddies_of(decision.run, decision.rules, plan.nodes)
     alone = tuple(dict.fromkeys(node for node in plan.nodes if node not in chosen))
-    if frozenset(alone) - frozenset(decision.run.copies.alone):
+    had_others = len(hosts) > 1 or bool(decision.run.copies.buddies)  # on a single machine nobody expects copies elsewhere
+    if had_others and frozenset(alone) - frozenset(decision.run.copies.alone):
         other = ", or set copies.cross_zone = true" if len({host.zone for host in hosts.values()}) > 1 else ""
         names = ", ".join(node[:8] for node in alone)
         decision.say(

@@ -7,10 +7,24 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Work
 
 
+def noun_of(loss: str, outcome: Outcome) -> str:
+    """Returns what a step of a job with this ``loss`` counts: tokens, samples, or in general the terms of the loss.
+
+    Only our own losses are known to count tokens.
+    """
+    if loss.partition(".")[0] == "elastic":
+        return "tokens"
+    return "samples" if outcome.tokens == sum(map(len, outcome.samples)) else "terms"
+
+
 class Speed:
-    """The sums over some steps.  The time between two worlds is in none of them."""
+    """The sums over some steps.  The time between two worlds is in none of them.
+
+    ``noun`` is what the steps count: :func:`noun_of`.
+    """
 
     def __init__(self) -> None:
+        self.noun = "tokens"
         self.steps, self.tokens, self.peak_bytes, self.took_s, self.waited_s = 0, 0, 0, 0.0, 0.0
         self.flops, self.causal_flops = 0.0, 0.0
         self.device_s, self.possible_flops = 0.0, 0.0
@@ -51,7 +65,7 @@ class Speed:
         """The sentence; "" if no step was measured."""
         if not self.took_s:
             return ""
-        parts = [f"{self.tokens / self.took_s:,.0f} tokens/s"]
+        parts = [f"{self.tokens / self.took_s:,.0f} {self.noun}/s"]
         if self.flops:
             parts.append(f"{self.flops / self.device_s / 1e12:.3g} TFLOP/s a worker")
         if self.mfu:

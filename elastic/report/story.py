@@ -11,7 +11,7 @@ from itertools import islice
 from elastic.ids import WorkerId
 from elastic.protocol.commit_record import Outcome, Score
 from elastic.protocol.events import Work
-from elastic.report.speed import Speed
+from elastic.report.speed import Speed, noun_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepLine:
     norm: float
     lr: float
     tokens_per_s: float
-    """It is 0 as long as it is not known."""
+    """The tokens in a second, or whatever ``noun`` says.  It is 0 as long as it is not known."""
     world: int
     generation: int
     data_wait: float = 0.0
@@ -55,6 +55,8 @@ class StepLine:
     """The model FLOPs utilisation without the half of attention that a causal mask leaves out.  Both are 0 if they are not known."""
     layers: Mapping[str, float] = field(default_factory=dict)
     """The norm of the gradient of each layer, in the steps that record them."""
+    noun: str = "tokens"
+    """The word for the terms of the loss: tokens, samples or terms."""
 
 
 Line = Sentence | StepLine
@@ -65,8 +67,9 @@ LINES = 10_000
 class Story:
     """Collects lines.  A reader asks for the lines after the last one that it has seen."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, loss: str = "elastic") -> None:
+        """``loss`` is the setting of that name."""
+        self.steps, self.loss = steps, loss
         self.lines: deque[Line] = deque(maxlen=LINES)
         self.told = 0
         """The number of lines that were added."""
@@ -100,6 +103,7 @@ class Story:
         usage, waiting, alone = outcome.usage, outcome.waiting, Speed()
         for speed in (alone, self.speed):
             speed.add(outcome, work)
+        self.speed.noun = noun_of(self.loss, outcome)
         line = StepLine(
             at,
             outcome.step,
@@ -116,6 +120,7 @@ class Story:
             alone.mfu,
             alone.causal_mfu,
             outcome.layer_norms,
+            self.speed.noun,
         )
         self._add(line)
         return line

@@ -25,6 +25,8 @@ from elastic.train.counters import Counters
 from elastic.train.model import BUFFERS, Builder, State
 from storage.slices import Tensor
 
+TOLD_S = 1.0
+"""Seconds of an initialisation from which on it is worth a line."""
 SAMPLED = 4096
 """Number of elements of a tensor, evenly spread, by which members check that they have the same values."""
 
@@ -74,7 +76,8 @@ def _by_itself(
     counters["collective"] = 0
     counters.at("forms")
     took_s = time.monotonic() - began
-    print(f"initialised in {took_s:.3f} s on {device}: {passes} passes, at most {amount(peak)} of whole tensors at once", flush=True)
+    if took_s >= TOLD_S:
+        print(f"initialised in {took_s:.3f} s on {device}: {passes} passes, at most {amount(peak)} of whole tensors at once", flush=True)
     return _differing(state, [(name, samples[name].to(device)) for name in tensors])
 
 

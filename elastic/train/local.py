@@ -128,7 +128,7 @@ class _Local:
         self.incarnation, self.lineage, self.saved = start.incarnation, start.history.lineage, list(start.history.saved)
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
         self.apply_fence = ApplyFence(Member(WORKER))
-        self.story = Story(run.job.steps)
+        self.story = Story(run.job.steps, run.job.loss)
         self.health, self.skips, self.watched = start.health, start.skips, run.job.rules().watch
         self.retention = Retention(run, self.incarnation, self.show_sentence)
         self.step = 0

@@ -16,7 +16,7 @@ import torch
 
 from actors import cluster
 from actors.cli import main
-from actors.terminal import show
+from actors.terminal import Screen
 from elastic.config.sections import Workers
 from elastic.engine.loss import next_token
 from elastic.errors import PlatformGaveUp
@@ -95,12 +95,14 @@ def test_local_says_what_it_does_not_use_and_how_it_goes_on(
     monkeypatch.chdir(tmp_path)
     job = written(tmp_path, workers={"max": 4})
 
-    def ctrl_c(line: Line) -> None:
-        show(line)
+    show = Screen.show
+
+    def ctrl_c(screen: Screen, line: Line) -> None:
+        show(screen, line)
         if isinstance(line, StepLine) and line.step == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("actors.commands.show_for", lambda job: ctrl_c)
+    monkeypatch.setattr(Screen, "show", ctrl_c)
     assert main(["train", job, "--local", *settings]) == 3
     shown = capsys.readouterr().out
     assert [line.split(" ", 1)[1] for line in shown.splitlines() if " no effect" in line] == (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-import traceback
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ import elastic
 from actors.terminal import console, say, screen_for, show_result
 from elastic.config.command_line import COMMAND_LINE
 from elastic.errors import ElasticError, JobError, PlatformGaveUp
-from elastic.imports import failure
+from elastic.imports import failure, users_traceback
 from elastic.job import Job
 from storage.errors import Damaged, StorageError
 
@@ -55,7 +54,7 @@ def train(known: Namespace) -> int:
     except Exception as error:  # with --local the user's own code runs in this process
         if not known.local:
             raise
-        traceback.print_exc()
+        print(users_traceback(error), end="", file=sys.stderr)
         raise JobError(f"the job failed in this process: {failure(error)}; the traceback is above") from error
     return show_result(result, job, line)
 

@@ -90,6 +90,14 @@ def failure(error: Exception) -> str:
     return _what(error) if frame is None else f"{_what(error)} (in {frame.filename}, line {frame.lineno})"
 
 
+def users_traceback(error: BaseException) -> str:
+    """Returns the traceback of ``error`` without the frames of our own packages; with them if there are no others."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(ROOT / name) for name in PACKAGES)]
+    head = "Traceback (most recent call last):\n"
+    return "".join([head, *traceback.format_list(others or frames), *traceback.format_exception_only(error)])
+
+
 def _what(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -18,6 +18,7 @@ import torch
 
 from elastic.data.cursor import Cursor
 from elastic.errors import DataError
+from elastic.imports import failure
 from elastic.plan.batch import Deal
 from storage.errors import Unavailable
 
@@ -179,7 +180,7 @@ class Loader:
         except Unavailable:  # a store that does not answer, after all retries, is a fault of the platform and not of the job
             raise
         except Exception as error:  # the user's dataset may raise anything; without this nobody would see for which samples
-            raise DataError(f"{self.named}: samples {list(ids)} cannot be read: {type(error).__name__}: {error}") from error
+            raise DataError(f"{self.named}: samples {list(ids)} cannot be read: {failure(error)}") from error
         return _checked(batch, ids, self.named)
 
 

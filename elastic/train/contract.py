@@ -11,38 +11,102 @@ from __future__ import annotations
 
 import traceback
 from math import isfinite
+from typing import Any
 
 import torch
 
-from elastic.errors import LossError
+from elastic.errors import DataError, ElasticError, LossError, ModelError
+from elastic.imports import failure
 from elastic.train.model import State
 from elastic.train.step import CONTRACT, Session, loss_of, microbatch_seed, seed_all
 
 CLOSE = 1e-2
 """Largest difference, as a part of the loss, at which it still is the mean of the losses of its halves: bf16 rounds to 0.4%."""
+OutOfMemory = torch.OutOfMemoryError
+"""The error of a device that is too small, which is nobody's mistake."""
 FAR = 0.1
 """Smallest difference, as a part of the loss, at which it is not the sum of the losses of its halves: the mean is half of the sum."""
 
 
-def check_loss(session: Session, state: State) -> None:
-    """Raises :class:`LossError` if the loss is certainly no sum.  It changes nothing, and must not be called between forward and backward.
+def check_loss(session: Session, state: State, *, initialised: bool = False) -> None:
+    """Tries data, model and loss, and changes nothing.  It must not be called between forward and backward.
+
+    ``initialised`` says that the weights are those with which the run begins.  Raises :class:`DataError` if the samples are not the same
+    when they are read again, :class:`ModelError` if the model or the loss fails with a microbatch, and :class:`LossError` if the loss is
+    certainly no sum.
 
     The world has no other members: an error of the model with another number of samples is only printed, and would leave others waiting.
     """
+    batch = _read(session)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # another size would be compiled, too
+        state.model.eval()
+        state.parameters.begin_round(0, last=True)
+        try:
+            found = _tried(session, state, batch)
+        except OutOfMemory:
+            raise
+        except Exception:  # the user's code may raise anything; a loss that differentiates cannot be tried without gradients
+            found = None
+        if found is None:
+            _try_with_gradients(session, state, batch)
+            return
+        loss, count = found
+        if initialised and not isfinite(loss):
+            raise LossError(
+                f"loss = {session.job.loss!r}: with the weights of init_weights() the first microbatch loses {loss:g}; mend the loss, the "
+                f"model's init_weights() or the samples"
+            )
+        if not count and loss and isfinite(loss):
+            raise LossError(f"loss = {session.job.loss!r}: the first microbatch loses {loss:g}, and the count is 0; {CONTRACT}")
+        try:
+            _check(session, state, batch)
+        except LossError:
+            raise
+        except Exception:  # a boundary: the user's code need not know other sizes than that of a microbatch
+            print(f"the loss was not tried on halves of a microbatch:\n{traceback.format_exc()}", flush=True)
+
+
+def _read(session: Session) -> dict[str, Any]:
+    """Reads the first microbatch, twice.  Raises :class:`DataError` unless both have the same tensors."""
+    ids = session.cursor.some_ids(session.job.microbatch_size)
+    batch, again = session.loader.read(ids), session.loader.read(ids)
+    first, second = ({name: (list(value.shape), value.dtype) for name, value in each.items()} for each in (batch, again))
+    if first != second:
+        name = next(name for name in (*first, *second) if first.get(name) != second.get(name))
+        came = [f"{each[name][1]} {each[name][0]}" if name in each else "nothing" for each in (first, second)]
+        raise DataError(
+            f"{session.loader.named}: read() of the ids {list(ids)} returned {came[0]} as {name!r}, and at the next call {came[1]}; it "
+            f"must return the same for the same ids, whatever was read before"
+        )
+    return batch
+
+
+def _tried(session: Session, state: State, batch: dict[str, Any]) -> tuple[float, float]:
+    """Returns the loss of the microbatch, and its count."""
+    seed_all(microbatch_seed(session.job.seed, 0, 0), state.world.device)
+    loss, count = loss_of(session, state.model, {name: value.to(state.world.device) for name, value in batch.items()})
+    state.parameters.end_forward()
+    return float(loss.detach()), float(count)
+
+
+def _try_with_gradients(session: Session, state: State, batch: dict[str, Any]) -> None:
+    """Raises :class:`ModelError` if the model and the loss fail as they would in a step."""
+    job = session.job
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # another size would be compiled, too
-            state.model.eval()
-            state.parameters.begin_round(0, last=True)
-            _check(session, state)
-    except LossError:
+        with torch.enable_grad():
+            _tried(session, state, batch)
+    except (ElasticError, OutOfMemory):
         raise
-    except Exception:  # a boundary: the user's code may raise anything, and need not know other sizes than that of a microbatch
-        print(f"the loss was not tried on halves of a microbatch:\n{traceback.format_exc()}", flush=True)
+    except Exception as error:  # the user's code may raise anything
+        shapes = ", ".join(f"{name!r} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for name, value in batch.items())
+        raise ModelError(
+            f"model = {job.model!r} with loss = {job.loss!r} failed with {failure(error)}; the microbatch had {shapes}: mend the model, "
+            f"the loss or the dataset"
+        ) from None
 
 
-def _check(session: Session, state: State) -> None:
+def _check(session: Session, state: State, read: dict[str, Any]) -> None:
     job, world = session.job, state.world
-    read = session.loader.read(session.cursor.some_ids(job.microbatch_size))
     batch = {name: value.to(world.device) for name, value in read.items()}
     if job.microbatch_size == 1:
         batch = {name: torch.cat((value, value)) for name, value in batch.items()}

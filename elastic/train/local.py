@@ -7,7 +7,6 @@ itself, slice for slice as an uploader does.
 from __future__ import annotations
 
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -24,6 +23,7 @@ from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, Version
+from elastic.imports import users_traceback
 from elastic.job import Job
 from elastic.metrics import Sinks, store_rows
 from elastic.plan.layout import Layout
@@ -88,7 +88,7 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
             return ended
         except JobError as error:
             if error.__cause__ is not None:
-                local.show_sentence("".join(traceback.format_exception(error.__cause__)))  # of the user's code
+                local.show_sentence(users_traceback(error.__cause__).rstrip())
             raise
         finally:
             local.sinks.close()
@@ -150,7 +150,7 @@ class _Local:
         self.show_sentence(decay_line(state))
         self.step = state.shard.version.step
         if not self.step and not job.offloads:
-            check_loss(self.session, state)
+            check_loss(self.session, state, initialised=True)
         effects = Effects(self.run.store, job.name, tells=True)
         assert self.session.loop is not None
         try:

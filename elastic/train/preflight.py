@@ -86,6 +86,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
     model = build_model(job, builder_of(job))
+    _check_again(job, model)
     tried = job.replace(microbatch=1) if job.microbatch == "auto" else job
     with TemporaryDirectory() as folder:
         session = make_session(tried, Counters(Path(folder) / "counters", create=True), prefetch=0)
@@ -144,6 +145,18 @@ def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store
             Run(start.job.replace(name=origin.run), store).check_data(build.data)
         except JobError as error:
             raise JobError(f"{start.setting}: {error}") from None
+
+
+def _check_again(job: Job, model: nn.Module) -> None:
+    """Raises :class:`ModelError` if the builder returns another model when it is called again, as each worker does."""
+    first, second = ({n: list(p.shape) for n, p in each.named_parameters()} for each in (model, build_model(job, builder_of(job))))
+    if first != second:
+        name = next(name for name in (*first, *second) if first.get(name) != second.get(name))
+        came = [f"of shape {each[name]}" if name in each else "missing" for each in (first, second)]
+        raise ModelError(
+            f"model = {job.model!r} builds another model at each call: the parameter {name!r} is {came[0]}, and then {came[1]}; every "
+            f"worker builds it by itself, so let it depend on model_args alone"
+        )
 
 
 def _check_held_out(job: Job, session: Session, build: Build) -> list[str]:

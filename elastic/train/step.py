@@ -320,6 +320,11 @@ def expect_sum(named: str, returned: Any) -> tuple[torch.Tensor, torch.Tensor | 
     match returned:
         case (torch.Tensor(shape=()), torch.Tensor(shape=()) | Real()):
             loss, count = returned
+            if torch.is_grad_enabled() and not loss.requires_grad:
+                raise LossError(
+                    f"{named} returned a sum without a gradient: it was detached, computed without gradients, or no parameter of the model "
+                    f"that it depends on requires one"
+                )
             return loss, count
         case tuple() | list():
             came = f"({', '.join(map(_described, returned))})"

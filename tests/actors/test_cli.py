@@ -384,14 +384,24 @@ def mistaken(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[to
     raise ValueError("a mistake of my own")
 
 
+def mistaken_later(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    if model.training:
+        raise ValueError("a mistake of my own")
+    return next_token(model, batch)
+
+
 def test_a_mistake_in_the_users_code_ends_a_local_run_with_a_sentence(
     tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The traceback comes first."""
+    """The first microbatch is tried before the first step.  If only a later one fails, the traceback of the user's code comes first."""
     monkeypatch.chdir(tmp_path)
     assert main(["train", written(tmp_path, loss="tests.actors.test_cli:mistaken"), "--local"]) == 1
+    assert "failed with ValueError: a mistake of my own (in " in capsys.readouterr().out
+    later = written(tmp_path, name="later", loss="tests.actors.test_cli:mistaken_later")
+    assert main(["train", later, "--local"]) == 1
     shown = capsys.readouterr()
-    assert "Traceback" in shown.err and "elastic: the job failed in this process: ValueError: a mistake of my own (in " in shown.out
+    assert "in mistaken_later" in shown.err and "in compute" not in shown.err
+    assert "elastic: the job failed in this process: ValueError: a mistake of my own (in " in shown.out
 
 
 @pytest.fixture

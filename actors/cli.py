@@ -92,7 +92,7 @@ def _takes_job(
 
 def _add_run_commands(parsers: Any) -> None:
     usage = (
-        "elastic train [-h] [--local] [--branch] [--accept-code] [--resume WORD] [--again] [--address ADDRESS] [-q] job "
+        "elastic train [-h] [--local] [--branch] [--accept-code] [--resume WORD] [--again] [--address ADDRESS] [-q] [--prints WORKERS] job "
         "[--section.option value ...]"
     )
     train = _takes_job(parsers, "train", commands.train, "train a job, or go on with its run", listed=True, usage=usage)
@@ -101,7 +101,7 @@ def _add_run_commands(parsers: Any) -> None:
         "--address", help="address of the Ray cluster (default: the one this was submitted to, or else a new one on this machine)"
     )
     train.add_argument("--branch", action="store_true", help="go on with a run whose settings were others, from its newest checkpoint")
-    _add_quiet(train)
+    _add_shown(train)
     train.add_argument("--accept-code", action="store_true", help="go on with a run whose code was other, from its newest checkpoint")
     train.add_argument("--again", action="store_true", help="start a run that was restarted in vain too often (watch.max_restarts)")
     train.add_argument(
@@ -121,7 +121,7 @@ def _add_run_commands(parsers: Any) -> None:
     runs.set_defaults(perform=branch_commands.runs)
     status = _takes_job(parsers, "status", commands.on_run, "show where a run stands, and follow it")
     status.add_argument("--once", action="store_true", help="print it once, and do not follow")
-    _add_quiet(_takes_job(parsers, "attach", commands.on_run, "follow a run from its start to its end; Ctrl-C leaves it running"))
+    _add_shown(_takes_job(parsers, "attach", commands.on_run, "follow a run from its start to its end; Ctrl-C leaves it running"))
     _takes_job(parsers, "stop", commands.on_run, "stop a run after a save; `elastic train` goes on from there")
     clean = _takes_job(
         parsers, "clean", commands.on_run, "remove what a dead run has left on its cluster: actors, shared memory, logs on the nodes"
@@ -141,8 +141,10 @@ def _add_run_commands(parsers: Any) -> None:
     report.add_argument("--png", type=Path, metavar="FILE.png", help="a picture of the plots, too; needs matplotlib")
 
 
-def _add_quiet(parser: Parser) -> None:
+def _add_shown(parser: Parser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="print only errors, and how the run ended")
+    what = "also show what these workers print, one or several such as w3,w5; `first` is one that lives, `all` is every one"
+    parser.add_argument("--prints", metavar="WORKERS", help=f"{what} (default: none)")
 
 
 def _add_faults(parsers: Any) -> None:

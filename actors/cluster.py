@@ -147,7 +147,7 @@ def _leave_deaths_to_the_story() -> None:
         return
 
     def print_others(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
-        if not any(line.startswith(("A worker died or was killed", "Task Coordinator.")) for line in data.get("lines", ())):
+        if not any(line.startswith(("A worker died or was killed", "Task Coordinator")) for line in data.get("lines", ())):
             printed(data, *arguments, **options)
 
     worker.print_to_stdstream = print_others
@@ -211,6 +211,15 @@ def named(prefix: str) -> dict[str, Any]:
             with contextlib.suppress(ValueError):  # it has ended since
                 found[entry["name"].removeprefix(prefix)] = ray.get_actor(entry["name"], namespace=NAMESPACE)
     return found
+
+
+def titled(actor: type, name: str) -> type:
+    """Returns ``actor`` as a class whose processes are called after ``name``: ``ray::Worker toy/w3.train`` in ``ps``.
+
+    Ray sets the title of a process at every call, to the name of the class and the method; a title that the process gave itself would
+    not last.
+    """
+    return type(f"{actor.__name__} {name}", (actor,), {})
 
 
 def nodes() -> tuple[NodeId, ...]:

@@ -38,6 +38,7 @@ def _line(known: Namespace) -> str:
 def train(known: Namespace) -> int:
     from actors import cluster
     from actors.launch import launch
+    from actors.prints import Prints
 
     sys.path.insert(0, str(Path.cwd()))
     cluster.check_file(known.job)
@@ -45,7 +46,7 @@ def train(known: Namespace) -> int:
     for warning in job.warnings() if not known.quiet else ():
         say(warning, "note: ", "yellow")
     line = f"{_line(known)} --local" if known.local else _line(known)
-    screen = screen_for(job, quiet=known.quiet)
+    screen = Prints(screen_for(job, quiet=known.quiet), known.prints)
     try:
         words = {"branch": known.branch, "accept_code": known.accept_code, "resume": known.resume, "again": known.again}
         result = launch(job, address=known.address, local=known.local, show=screen.show, look=screen.look, **words)
@@ -67,7 +68,7 @@ def on_run(known: Namespace) -> int:
         case "status":
             return run_commands.status(job, known.once)
         case "attach":
-            return run_commands.attach(job, _line(known), known.quiet)
+            return run_commands.attach(job, _line(known), known.quiet, known.prints)
         case "stop":
             return run_commands.stop(job)
         case "clean":

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
@@ -21,7 +21,7 @@ from actors import cluster
 from actors.coordinator import Coordinator, View
 from actors.objects import pack
 from actors.signals import Requests
-from actors.terminal import Screen, screen_for
+from actors.terminal import screen_for
 from elastic import restarts
 from elastic.branches import flat
 from elastic.engine.optim.schedule import learning_rate_of
@@ -48,6 +48,14 @@ STEPS = 100_000
 Show = Callable[[Line], None]
 Look = Callable[[View], None]
 """A function that gets each answer of the coordinator, after its new lines were shown."""
+
+
+class Shows(Protocol):
+    """Shows a run to somebody."""
+
+    def show(self, line: Line) -> None: ...
+
+    def look(self, view: View) -> None: ...
 
 
 def _nothing(_: Any) -> None:
@@ -198,7 +206,7 @@ def _at_its_cluster(job: Job, show: Show) -> str:
         return str(owner["address"])
     if coordinator is not None:
         show(Sentence(time.time(), f"{job.name} is stopping; this command goes on from there"))
-    while coordinator is not None and (view := _view_of(coordinator, deadline_s)) is not None and not view.over:
+    while coordinator is not None and (view := view_of(coordinator, deadline_s)) is not None and not view.over:
         time.sleep(POLL_S)
     ray.shutdown()
     if threading.current_thread() is threading.main_thread():
@@ -281,7 +289,7 @@ def _not_ours(job: Job, coordinator: Any, deadline_s: float) -> str:
     return f" with settings of its own, which stay until it is started again ({', '.join(other[:4])})" if other else ""
 
 
-def follow(job: Job, coordinator: Any, screen: Screen) -> Result:
+def follow(job: Job, coordinator: Any, screen: Shows) -> Result:
     """Shows the story of a run from its start until the run ends or a signal comes.  The run does not notice the signal."""
     with Requests() as requests:
         requests.note()
@@ -307,11 +315,11 @@ def attach(name: str) -> Any | None:
 
 def _is_ending(coordinator: Any, deadline_s: float) -> bool:
     """Returns whether the run has ended, or was asked to stop, before this driver came."""
-    view = _view_of(coordinator, deadline_s)
+    view = view_of(coordinator, deadline_s)
     return view is None or view.over or bool(view.stopping)
 
 
-def _view_of(coordinator: Any, deadline_s: float) -> View | None:
+def view_of(coordinator: Any, deadline_s: float) -> View | None:
     """Returns the coordinator's view, or None if the coordinator is gone.
 
     Raises :class:`PlatformGaveUp` if the coordinator exists and does not answer.
@@ -385,7 +393,7 @@ def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, hea
 def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> None:
     """Waits until a stopping run has made its last save, from which the new run begins."""
     said = False
-    while (view := _view_of(coordinator, deadline_s)) is not None and not view.over:
+    while (view := view_of(coordinator, deadline_s)) is not None and not view.over:
         if not said:
             show(Sentence(time.time(), f"{name} is stopping ({view.stopping}); this command goes on from there"))
         said = True
@@ -403,7 +411,7 @@ def start(job: Job, reference: Build, driver: str, seen: int, objects: Sequence[
     run.trains_on(reference.data)
     job = run.job
     coordinator = (
-        ray.remote(concurrency_groups={"inbox": 1, "view": 4})(Coordinator)
+        ray.remote(concurrency_groups={"inbox": 1, "view": 4})(cluster.titled(Coordinator, job.name))
         .options(
             name=f"{job.name}/coordinator",
             namespace=cluster.NAMESPACE,

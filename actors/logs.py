@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import SEEK_END, BytesIO
 from pathlib import Path
@@ -91,6 +92,12 @@ def read_from(run: str, worker: str, offset: int) -> tuple[int, str] | None:
             return offset + len(new), new.decode(errors="replace")
     except FileNotFoundError:
         return None
+
+
+def read_each(run: str, offsets: Mapping[str, int]) -> dict[str, tuple[int, str]]:
+    """Returns what :func:`read_from` does, for each worker of this node that has a log, by worker."""
+    found = {worker: read_from(run, worker, offset) for worker, offset in offsets.items()}
+    return {worker: told for worker, told in found.items() if told is not None}
 
 
 def stack_of(process: Process, log: Path, deadline_s: float, spy: str | None = None) -> str:

@@ -217,7 +217,7 @@ class Group:
     def _start(self, worker: WorkerId, avoid: tuple[NodeId, ...]) -> None:
         """Starts the worker as a detached actor: it survives the coordinator, and ``reap`` ends it."""
         actor = (
-            ray.remote(concurrency_groups={"control": 1, "life": 1})(Worker)
+            ray.remote(concurrency_groups={"control": 1, "life": 1})(cluster.titled(Worker, f"{self.job.name}/{worker}"))
             .options(
                 name=f"{self.token}/{worker}",
                 lifetime="detached",
@@ -343,7 +343,7 @@ class Group:
         if self._closing:
             return
         actor = (
-            ray.remote(concurrency_groups=GROUPS)(Keeper)
+            ray.remote(concurrency_groups=GROUPS)(cluster.titled(Keeper, self.job.name))
             .options(
                 name=f"{self.token}/keeper-{node[:12]}",
                 lifetime="detached",

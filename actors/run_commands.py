@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, launch
 from actors.coordinator import View
-from actors.logs import read_from
+from actors.prints import Prints, Reading
 from actors.processes import clear, end_on_sigterm
 from actors.terminal import say, screen_for, show_result
 from elastic.control.run import Ended, Failed, Stopped
@@ -89,7 +88,7 @@ def status(job: Job, once: bool) -> int:
     return 0
 
 
-def attach(job: Job, line: str, quiet: bool = False) -> int:
+def attach(job: Job, line: str, quiet: bool = False, prints: str | None = None) -> int:
     """Shows the run from its start to its end, and returns the exit code of `elastic train`.  Ctrl-C leaves the run as it is.
 
     If the run is over, returns the code with which it ended.  Raises :class:`PlatformGaveUp` if its bucket does not say how it ended, and
@@ -97,7 +96,7 @@ def attach(job: Job, line: str, quiet: bool = False) -> int:
     """
     coordinator = coordinator_of(job)
     if coordinator is not None:
-        return show_result(launch.follow(job, coordinator, screen_for(job, quiet=quiet)), job, line)
+        return show_result(launch.follow(job, coordinator, Prints(screen_for(job, quiet=quiet), prints)), job, line)
     absent = Absent.of(job)
     if absent.end is None:
         raise PlatformGaveUp(absent.said)
@@ -232,7 +231,7 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
     """Prints the logs of ``workers``, or of every worker that has one: those that were stored, and the last lines of workers that live.
 
     With ``follow`` it prints what these print from now on, until the run is over.  Returns 1 if there are no logs.  Raises
-    :class:`JobError` if the bucket has no such run.
+    :class:`JobError` if the bucket has no such run, and :class:`PlatformGaveUp` if its coordinator does not answer.
     """
     store, said = Run.begun(job).store, False
     prefix = f"{job.name}/logs/"
@@ -241,8 +240,9 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
             print(store.get(key).decode(errors="replace"))
             said = True
     coordinator, ends = coordinator_of(job), dict[str, int]()
-    while coordinator is not None and (view := _view(coordinator)) is not None and not view.over:
-        for worker, (end, text) in _living(view, workers, ends).items():
+    while coordinator is not None and (view := launch.view_of(coordinator, 2 * job.deadlines.lease_s)) is not None and not view.over:
+        asked = {worker: node for worker, node in view.workers.items() if not workers or worker in workers}
+        for worker, (end, text) in Reading(view.token, asked, ends).wait(ANSWER_S).items():
             if text:
                 head = "" if worker in ends and len(view.workers) == 1 else f"# {worker}, which lives\n"
                 print(f"{head}{text}", end="", flush=True)
@@ -254,29 +254,3 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
         of = f" of {', '.join(workers)}" if workers else ""
         say(f"no logs{of} in {job.bucket}/{prefix}, and no such worker lives on a cluster that can be reached from here")
     return 0 if said else 1
-
-
-def _view(coordinator: Any) -> View | None:
-    """Returns what the coordinator says of the run; None if it is gone."""
-    try:
-        found: View = ray.get(coordinator.view.remote(10**9), timeout=ANSWER_S)
-    except ray.exceptions.RayActorError:
-        return None
-    return found
-
-
-def _living(view: View, workers: Collection[str], ends: Mapping[str, int]) -> dict[str, tuple[int, str]]:
-    """Returns what the living ones of ``workers``, or all, have printed since ``ends``, and where that ends, by worker."""
-    asked = {
-        worker: ray.remote(num_cpus=0)(read_from)
-        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote(view.token, worker, ends.get(worker, -1))
-        for worker, node in view.workers.items()
-        if not workers or worker in workers
-    }
-    found = {}
-    for worker, each in asked.items():
-        with contextlib.suppress(ray.exceptions.RayError):  # its node is gone, or does not answer
-            if (told := ray.get(each, timeout=ANSWER_S)) is not None:
-                found[str(worker)] = told
-    return found

@@ -20,7 +20,10 @@ from actors import cluster, run_commands
 from actors.cli import main
 from actors.coordinator import View
 from actors.launch import attach, reap, start
-from actors.processes import clear, log_folder
+from actors.prints import Prints
+from actors.processes import clear, log_file, log_folder, make_log_folder, remove_logs
+from actors.terminal import Screen
+from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.runs import Run
 from elastic.train.counters import Counters, segment
@@ -105,6 +108,11 @@ def test_attach_tells_the_story_from_the_start_and_leaves_or_ends_with_it(tmp_pa
     assert f"followed is not running; newest good checkpoint: {Run.open(job).newest()}; it ended as Finished" in capsys.readouterr().out
 
 
+def bare_title(pid: int) -> str:
+    """Returns the title of a process of Ray, without the method that it runs."""
+    return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").partition(".")[0]
+
+
 @pytest.mark.must_run_in_ci
 def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, capsys: Shown) -> None:
     """The coordinator is gone for good; its workers would step on for two leases.  The kernel reports the end of their processes."""
@@ -117,8 +125,12 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     printed = capsys.readouterr().out
     assert "# w1, which lives" in printed and "w1: joined" in printed and "w2: joined" not in printed, "L8: the log of a worker that lives"
     assert main(["logs", file, "w9"]) == 1 and "no logs of w9" in capsys.readouterr().out
+    titles = {bare_title(each.pid) for each in workers}
+    assert titles == {"ray::Worker left/w1", "ray::Worker left/w2"}, "L8: the processes are called after the run and the worker"
+    assert bare_title(ray.get(coordinator.view.remote()).pid) == "ray::Coordinator left"
     follower = threading.Thread(target=main, args=(["logs", "-f", file, "w1"],))
     follower.start()
+    until(lambda: "w1: joined" in capsys.readouterr().out)
 
     command = ["clean", file]
     assert main(command) == 2
@@ -129,7 +141,7 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     ray.kill(coordinator, no_restart=True)
     until(lambda: attach("left") is None)
     follower.join(PATIENCE_S)
-    assert not follower.is_alive() and "w1: joined" in refused + capsys.readouterr().out, "who follows leaves with the run"
+    assert not follower.is_alive(), "who follows leaves with the run"
     assert all(worker.running for worker in workers), "the control: nothing of this goes by itself"
     assert len(cluster.named(f"{token}/")) == 3
     assert main(command) == 0
@@ -168,6 +180,42 @@ def test_from_a_machine_that_is_no_node_it_is_said_what_to_do(tmp_path: Path) ->
     view = view_of("elsewhere")
     assert view is not None and not view.stopping
     assert main(["clean", str(tmp_path / "job.toml"), "--force"]) == 0
+
+
+def test_l8_what_workers_print_is_shown_with_their_names_and_bounded(tmp_path: Path, capsys: Shown) -> None:
+    """L8: by one task for each node, whoever many workers it has.  Controls: w2 was not asked for, and "all" shows it, too."""
+    run, node = f"printed-{uuid.uuid4().hex}", ray.get_runtime_context().get_node_id()
+    make_log_folder(run)
+    for worker in ("w1", "w2"):
+        log_file(run, worker).write_text("".join(f"{worker} says {n}\n" for n in range(70)))
+    view = View(
+        "Running", "", run, 1, 1, 1, 9, 10, {WorkerId("w2"): node, WorkerId("w1"): node}, 0, [], "", False, "", None, None, (0, 0), ""
+    )
+    for asked, said in (("first", {"w1": 50}), ("all", {"w1": 25, "w2": 25}), ("w2,w9", {"w2": 50})):
+        prints = Prints(Screen(quiet=True), asked)
+        shown = list[str]()
+
+        def looked(prints: Prints = prints, shown: list[str] = shown, said: dict[str, int] = said) -> bool:
+            prints.look(view)
+            shown += capsys.readouterr().out.splitlines()
+            return len(shown) >= sum(said.values()) + len(said)
+
+        until(looked)
+        assert prints._reading is not None and len(prints._reading.tasks) <= 1
+        for worker, number in said.items():
+            lines = [line for line in shown if line.startswith(f"{worker} {worker} says")]
+            assert lines == [f"{worker} {worker} says {n}" for n in range(70 - number, 70)]
+            assert f"{worker} {70 - number} lines are left out here; `elastic logs` has the newest" in shown
+        assert {line.split()[0] for line in shown} == set(said)
+        with log_file(run, "w2").open("a") as log:
+            print("one more", file=log)
+        if "w2" in said:
+            until(lambda prints=prints, shown=shown: (prints.look(view), capsys.readouterr().out == "w2 one more\n")[1])  # type: ignore[misc]
+        log_file(run, "w2").write_text("".join(f"w2 says {n}\n" for n in range(70)))
+    prints = Prints(Screen(quiet=True), None)
+    prints.look(view)
+    assert prints._reading is None, "by default nobody reads logs"
+    remove_logs(run)
 
 
 def test_nothing_of_another_run_is_removed() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WrapValidator
+from pydantic import BaseModel, BeforeValidator, Field, WrapValidator
 from pydantic.fields import FieldInfo
 
 from elastic.errors import CodeError
@@ -89,7 +89,10 @@ def _code(value: Any, check: Callable[[Any], str]) -> str:
     return path
 
 
-def _code_or_name(path: str) -> str:
+def _code_or_name(value: Any, check: Callable[[Any], str]) -> str:
+    if not isinstance(value, str) or isinstance(value, Given):
+        return _code(value, check)
+    path = check(value)
     if not path.isidentifier() and ":" not in path:
         raise ValueError("must be the name of a tracker, such as 'tensorboard', or name code as 'package.module:name'")
     return path if path.isidentifier() else _code(path, str)
@@ -206,4 +209,4 @@ Positive = Annotated[Whole, Field(ge=1)]
 Seconds = Annotated[Number, Field(gt=0)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Code = Annotated[str, WrapValidator(_code)]
-CodeOrName = Annotated[str, AfterValidator(_code_or_name)]
+CodeOrName = Annotated[str, WrapValidator(_code_or_name)]

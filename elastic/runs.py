@@ -148,6 +148,14 @@ class Run:
             )
         return run
 
+    def job_of(self, step: int) -> Job:
+        """Returns the job of the branch that committed ``step`` of the surviving lineage; the run's job if no checkpoint knows the step."""
+        lineage = self.standing(0, 0.0).history.lineage
+        if (generation := next((each for each, last in lineage if step <= last), None)) is None:
+            return self.job
+        there = branches.at(self.store, self.job.name, Version(step, generation))
+        return self.job.begun_as(there.job).after(there.earlier)
+
     def trains_on(self, fingerprint: str) -> None:
         """Binds the run to its samples, wherever they are stored.  Raises like :meth:`check_data`."""
         with suppress(Exists):

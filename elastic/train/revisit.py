@@ -5,7 +5,7 @@ Nothing of the run is changed, so it may live meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from elastic.runs import Run
 from elastic.state.heal import Healing
 from elastic.state.shard import Shard
 from elastic.train.apply_fence import ApplyFence
+from elastic.train.context import Context, Effects
 from elastic.train.counters import Counters
 from elastic.train.model import State
 from elastic.train.session import make_session, prepare_process
@@ -61,21 +62,25 @@ class Again:
 
 
 def rerun_here(job: Job, step: int) -> Again:
-    """Computes ``step`` again from the checkpoint before it, with the norms of all layers.
+    """Computes ``step`` again from the checkpoint before it, as its branch and the job's loop do, with the norms of all layers.
 
     Raises :class:`JobError` if there is no good checkpoint of the step before, and :class:`~storage.errors.Damaged` for bytes that changed.
     """
     run = Run.begun(job)
     if not 1 <= step <= run.job.steps:
         raise JobError(f"--step {step}: {run.job.name} has the steps 1 to {run.job.steps}")
-    watched = run.job.watch.model_copy(update={"every": 1})
-    with _restored(run, job, run.job.replace(watch=watched, faults=()), step - 1) as (session, state, fence):
-        its = session.job
+    its = run.job_of(step)
+    watched = its.watch.model_copy(update={"every": 1})
+    outcomes = list[Outcome]()
+    with _restored(run, job, its.replace(watch=watched, faults=()), step - 1) as (session, state, fence):
         shape = CommitShape(1, 1, its.microbatches, its.microbatch_size, Layout())
-        again = Step(session, state, fence, shape, step, lambda: GO_ON)
-        again.run()
-        now = again.commit()
-    return Again(now, ledger(run.segments()).get(step))
+
+        def once() -> Generator[Step]:
+            yield Step(session, state, fence, shape, step, lambda: GO_ON, done=lambda outcome, _: outcomes.append(outcome))
+
+        assert session.loop is not None
+        Context(session.job, state, once, Effects(run.store, its.name, tells=False)).run(session.loop)
+    return Again(outcomes[0], ledger(run.segments()).get(step))
 
 
 @contextmanager

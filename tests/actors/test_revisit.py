@@ -9,10 +9,13 @@ import pytest
 
 from actors.cli import main
 from elastic.errors import JobError
+from elastic.metrics import rows_of
+from elastic.runs import Run
 from elastic.train.revisit import rerun_here
 from tests.support.chaos import trial
 from tests.support.job_file import to_toml
 from tests.support.toys import toy_job
+from tests.test_forks import job_of, trained
 
 
 def test_g4_a_step_of_any_checkpoint_is_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,3 +50,23 @@ def test_g4_a_step_of_any_checkpoint_is_computed_again(tmp_path: Path, capsys: p
     shown = capsys.readouterr().out
     assert re.search(r"version +step 8 of generation \d", shown) and "moment.exp_avg" in shown and "generation 1 up to 6" in shown
     assert sorted(path for path in tmp_path.rglob("*") if path != file) == before
+
+
+def test_a_step_is_computed_again_with_the_settings_of_its_branch(tmp_path: Path) -> None:
+    """The order of the samples and the dropout are those of the branch that made the step.  The control: the newest branch has others."""
+    trained(job_of(tmp_path, steps=4))
+    job = job_of(tmp_path, steps=6, seed=5)
+    trained(job, branch=True)
+    recorded = {int(row["step"]): row["loss"] for row in rows_of(Run.find(job))}
+    assert {step: rerun_here(job, step).now.loss for step in (1, 3, 5)} == {step: recorded[step] for step in (1, 3, 5)}
+    other = job_of(tmp_path / "other", steps=4, seed=5)
+    trained(other)
+    assert recorded[3] != next(row["loss"] for row in rows_of(Run.find(other)) if row["step"] == 3)
+
+
+def test_a_step_is_computed_again_by_the_loop_of_the_job(tmp_path: Path) -> None:
+    """The loss of the loop counts, which is half of the one that the job names."""
+    job = job_of(tmp_path, steps=4, loop="tests.support.own_loops:halved")
+    trained(job)
+    recorded = {int(row["step"]): row["loss"] for row in rows_of(Run.find(job))}
+    assert rerun_here(job, 3).now.loss == recorded[3] and rerun_here(job, 1).now.loss == recorded[1] < 2

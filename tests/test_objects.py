@@ -23,6 +23,7 @@ from elastic.job import Job
 from elastic.objects import Given, parts_of
 from elastic.report.story import Line, StepLine
 from elastic.sources import sources_of
+from elastic.train.session import loop_of
 from tests.support.chaos import alone, exported_hash
 from tests.support.toys import Sums, toy_job
 
@@ -263,6 +264,24 @@ def test_l11_a_class_for_metrics_must_be_in_a_module(tmp_path: Path) -> None:
     job = job_of(tmp_path, cell(), metrics={"sinks": {cell()["Waves"]: {}}})
     with pytest.raises(JobError, match=r"^metrics\.sinks = 'object:Waves' is used where only files are read; put the class into a module"):
         pack(job)
+
+
+@pytest.mark.fast
+def test_l11_a_loop_is_sent_too_and_a_schedule_must_be_in_a_module(tmp_path: Path) -> None:
+    """L11: a worker gets the loop.  The coordinator, which runs no code of a script, asks the schedule, so one of a script is refused."""
+    of = cell(
+        f"{CELL}\ndef train(ctx):\n    for step in ctx.steps():\n        step.run()\n        step.commit()\n"
+        "def halved(step, steps):\n    return 0.5\n"
+    )
+    job = job_of(tmp_path, of, loop=of["train"])
+    there = UsersCode([], b"".join(pack(job))).restore(Job.from_json(job.to_json()))
+    assert loop_of(there).__code__ == of["train"].__code__
+    with pytest.raises(CodeError, match="nobody here has it"):
+        loop_of(Job.from_json(job.to_json()))
+    scheduled = job_of(tmp_path, of, schedule={"kind": of["halved"]})
+    with pytest.raises(JobError, match=r"^schedule\.kind = 'object:halved' is used where only files are read; put the function into a mod"):
+        pack(scheduled)
+    assert launch(scheduled, local=True, show=lambda line: None).state == "Finished"
 
 
 # ---- a run

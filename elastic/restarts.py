@@ -3,7 +3,7 @@
 A supervisor that restarts what failed would pay for machines forever if the run always breaks before its next save.  So each claim of a run
 (``owner/<incarnation>.json``) says at which durable step it began, and how many restarts before it were in vain: they began at the same
 step as the start before them, which was not stopped, did not fail for a fault of the job, and had not merely waited for machines.  A fault
-of the job does not count, because a person mends it and starts again; neither does a run with ``--local``.
+of the job does not count, because a person mends it and starts again; neither does a run with ``--local``, nor what was before a branch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check(run: Run, *, again: bool) -> None:
 def in_vain(run: Run) -> int:
     """Returns how many restarts in a row were in vain, if this one counts as the next."""
     owner, last = run.owner(), run.last_recorded()
-    if owner is None or owner["address"] == LOCAL or "durable" not in owner:
+    if owner is None or owner["address"] == LOCAL or "durable" not in owner or run.branched:
         return 0
     if _durable(run) > owner["durable"]:
         return 0

@@ -329,11 +329,15 @@ class Run:
         last, newest = self.last_recorded(), self.newest()
         if newest is not None and newest.step >= self.job.steps:
             return Finished()
-        if last is None or last.incarnation < (claim := self.latest_claim()):
+        if last is None or last.incarnation < self.latest_claim() or self.branched:
             return None
-        if any(claim <= each.get("claim", 0) for each in branches.every(self.store, self.job.name)):
-            return None  # it has not gone on since it branched
         return last.state if isinstance(last.state, TERMINAL) else None
+
+    @property
+    def branched(self) -> bool:
+        """True if the run has not gone on since its newest branch was begun."""
+        claim = self.latest_claim()
+        return any(claim <= each.get("claim", 0) for each in branches.every(self.store, self.job.name))
 
     def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:
         """Returns the journal, ready to be continued.  ``snapshot``: what is known before its next record; ``local``: its local folder."""

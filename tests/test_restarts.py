@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic import restarts
+from elastic import restarts, resume
 from elastic.control import codec
 from elastic.control.machine import Transition
 from elastic.control.run import Failed, RunState, State, Stopped
@@ -108,3 +108,21 @@ def test_r23_a_takeover_is_no_restart_and_older_claims_do_not_count(tmp_path: Pa
     assert restarts.in_vain(starts.run) == 1
     starts.run.claim("local")
     assert restarts.in_vain(starts.run) == 0
+
+
+def test_r23_a_rollback_counts_restarts_anew(tmp_path: Path) -> None:
+    """R23: its durable step is an older one, which is no restart in vain.  The control: without it the next start is refused."""
+    starts = Starts(tmp_path)
+    starts.start(saves=4)
+    starts.start(saves=8)
+    for _ in range(4):
+        starts.start()
+    with pytest.raises(NoProgress):
+        restarts.check(starts.run, again=False)
+    slower = starts.run.job.replace(optim=starts.run.job.optim.model_copy(update={"lr": 1e-4}))
+    resume.rewind(Run.look(slower, branch=True), 0.0, Version(4, 1))
+    starts.run = Run.look(slower)
+    for _ in range(4):
+        starts.start()
+    with pytest.raises(NoProgress, match="saved no step after step 4"):
+        starts.start()

@@ -90,12 +90,11 @@ def _code(value: Any, check: Callable[[Any], str]) -> str:
 
 
 def _code_or_name(value: Any, check: Callable[[Any], str]) -> str:
-    if not isinstance(value, str) or isinstance(value, Given):
+    if not isinstance(value, str) or ":" in value:
         return _code(value, check)
-    path = check(value)
-    if not path.isidentifier() and ":" not in path:
+    if not value.isidentifier():
         raise ValueError("must be the name of a tracker, such as 'tensorboard', or name code as 'package.module:name'")
-    return path if path.isidentifier() else _code(path, str)
+    return value
 
 
 def folder_name(name: str) -> str:

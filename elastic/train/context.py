@@ -51,29 +51,38 @@ class Effects:
         """``tells`` is true on world rank 0."""
         self._store, self._run, self._tells = store, run, tells
         self._functions: list[Callable[[int], object]] = []
-        self._done = 0
+        self._begun, self._done, self._key = 0, 0, ""
 
     def add(self, function: Callable[[int], object]) -> None:
         self._functions.append(function)
 
     def begin(self, step: int) -> None:
         """Tells the steps up to ``step``, at which the world stands, that were committed and not told."""
-        if not self._functions or not self._tells:
-            return
-        self._key = f"{self._run}/effects/{len(branches.every(self._store, self._run)) + 1:06d}.json"
-        try:
-            self._done = int(unseal(self._store.get(self._key), self._store.full_name(self._key), FORMAT)["step"])
-        except Missing:
-            self._note(step)
+        self._begun = step
         self.committed(step)
 
     def committed(self, step: int) -> None:
-        if not self._functions or not self._tells:
+        if not self._functions or not self._tells or not self._knows():
             return
         for number in range(self._done + 1, step + 1):
             for function in self._functions:
                 function(number)
             self._note(number)
+
+    def _knows(self) -> bool:
+        """Returns whether it is known which steps were told.  If the bucket does not answer, it is asked again after each step."""
+        if self._key:
+            return True
+        try:
+            key = f"{self._run}/effects/{len(branches.every(self._store, self._run)) + 1:06d}.json"
+            try:
+                self._done, self._key = int(unseal(self._store.get(key), self._store.full_name(key), FORMAT)["step"]), key
+            except Missing:
+                self._key = key
+                self._note(self._begun)
+        except StorageError as error:
+            print(f"which steps were told to the functions of ctx.on_committed() is not known yet: {error}", flush=True)
+        return bool(self._key)
 
     def _note(self, step: int) -> None:
         self._done = step

@@ -22,11 +22,13 @@ from elastic.train.context import Context, Effects
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from elastic.train.step import Step
+from storage.errors import Unavailable
 from storage.objects import ObjectStore
 from tests.support.chaos import exported_hash
 from tests.support.own_loops import steps_in
 from tests.support.ranks import Ranks
 from tests.support.segments import Member, Part, Trained, finish, member, shard_hash, train
+from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
 HERE = "tests.support.own_loops"
@@ -205,3 +207,32 @@ def test_u4_a_step_is_told_once_whoever_tells_it(tmp_path: Path) -> None:
         broken.committed(5)
     teller().begin(5)
     assert seen == [1, 2, 3, 4, 5], "owed, and told when the next world stands there"
+
+
+class Down(Forwarding):
+    """A store that does not answer while it is down."""
+
+    down = True
+
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        if self.down:
+            raise Unavailable(key, "it is down")
+        return super().get(key, start, stop)
+
+
+def test_a_bucket_that_is_down_ends_no_world_and_loses_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was told before stays told.  The control: the same steps are told at once if the bucket answers."""
+    before, after = list[int](), list[int]()
+    first = Effects(ObjectStore.open(str(tmp_path)), "toy", tells=True)
+    first.add(before.append)
+    first.begin(0)
+    first.committed(1)
+    store = Down(ObjectStore.open(str(tmp_path)))
+    again = Effects(store, "toy", tells=True)
+    again.add(after.append)
+    again.begin(2)
+    again.committed(3)
+    assert (before, after) == ([1], []) and "is not known yet" in capsys.readouterr().out
+    store.down = False
+    again.committed(4)
+    assert after == [2, 3, 4]

@@ -153,7 +153,7 @@ def launch(
         if (branch or accept_code) and attach(job.name) is not None:
             raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
         _begin(start, show, branch)
-        return _follow(_heeding_the_driver(job, show), checked, objects, requests, show, look, seen, again or branch)
+        return _follow(_heeding_the_driver(job, show), checked, objects, requests, show, look, seen, again)
 
 
 def _refuse_living(job: Job, address: str) -> None:

@@ -150,6 +150,7 @@ def test_r23_a_run_that_was_restarted_in_vain_is_not_started_once_more(tmp_path:
     assert main(["train", str(file)]) == 4
     said = " ".join(capsys.readouterr().out.split())
     assert "was started 4 times in a row and saved no step after step 0" in said and run.latest_claim() == 4
+    assert main(["train", str(file), "--branch"]) == 4, "a supervisor may say so each time, and nothing is to change"
     assert main(["train", str(file), "--again"]) == 0
     owner = run.owner()
     assert owner is not None and (owner["durable"], owner["vain"]) == (0, 0)

@@ -23,6 +23,7 @@ from elastic.job import Job
 from elastic.objects import Given, parts_of
 from elastic.report.story import Line, StepLine
 from elastic.sources import sources_of
+from elastic.train.revisit import rerun_here
 from elastic.train.session import loop_of
 from tests.support.chaos import alone, exported_hash
 from tests.support.toys import Sums, toy_job
@@ -313,6 +314,10 @@ def test_l11_a_run_goes_on_with_the_same_objects_only(tmp_path: Path) -> None:
     assert exported_hash(job_of(tmp_path / "bucket", cell())) == exported_hash(job_of(tmp_path / "whole", cell()))
     assert exported_hash(job_of(accepted, other)) != exported_hash(job_of(tmp_path / "whole", cell()))
     assert result.losses == whole.losses and list(whole.losses) == [1, 2, 3, 4, 5, 6]
+    again = job_of(tmp_path / "bucket", cell())
+    assert rerun_here(again, 4).now.loss == whole.losses[4], "the script that has the objects can look again"
+    with pytest.raises(CodeError, match="nobody here has it"):
+        rerun_here(Job.from_json(again.to_json()), 4)
 
 
 def test_l11_the_result_has_the_losses_and_the_validations(tmp_path: Path) -> None:

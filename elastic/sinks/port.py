@@ -3,8 +3,9 @@
 A sink gets only rows that no fall-back takes back, in order of their steps.  "Each step once" holds against the death of any process as
 follows: a sink says itself which step it has last, so what counts is what is there, not what somebody meant to write.
 
-One case remains.  If a checkpoint proves to be damaged after its steps were handed on, these steps are done again, and a sink keeps the
-numbers that it got first.  ``elastic metrics`` prints those that count.
+Two cases remain in which a sink keeps the numbers that it got first, and gets none of the same steps later: steps that are done again since
+a checkpoint proved to be damaged after they were handed on, and those that a person has abandoned (``rollback``, ``--resume 15000``).
+``elastic metrics`` prints those that count.
 """
 
 from __future__ import annotations

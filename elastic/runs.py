@@ -190,9 +190,12 @@ class Run:
 
         A run that has made all of its steps trains no more, so its code does not matter.
         """
-        if accept or newest.step >= self.job.steps or (then := sources.stored(self.store, self.job.name)) is None:
+        if accept or newest.step >= self.job.steps:
             return
-        if differs := code.differ(then):
+        then, origin = sources.stored(self.store, self.job.name), forks.origin_of(self.store, self.job.name)
+        if then is None and origin is not None:  # the fork has not trained yet
+            then = sources.stored(self.store, origin.run)
+        if then is not None and (differs := code.differ(then)):
             raise sources.refused(self.job.name, self.job.bucket, differs, newest.step, then.python)
 
     def home(self) -> str:

@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from actors import branch_commands, checkpoint_commands
 from actors.cli import main
 from actors.launch import launch
-from elastic import branches, forks, resume
+from elastic import branches, forks, resume, sources
 from elastic.errors import JobError
 from elastic.forks import Origin
 from elastic.ids import Version
@@ -100,6 +101,18 @@ def test_l4_a_run_that_was_rewound_stands_there_until_it_goes_on(tmp_path: Path)
         resume.start_of(job_of(tmp_path, **FAST), "6")
     resume.rewind(Run.look(job_of(tmp_path, **FAST), branch=True), 0.0, Version(0, 0))
     assert steps_of(trained(job_of(tmp_path, **FAST))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_fork_that_has_not_trained_yet_has_the_code_of_its_origin(tmp_path: Path) -> None:
+    """Its command may die, or find no machines, between the fork and the note of its code.  The control: the same code is let through."""
+    trained(job_of(tmp_path))
+    start = resume.start_of(job_of(tmp_path, "fork", 8), "run@4")
+    start.begin()
+    run, then = Run.look(start.job), sources.stored(ObjectStore.open(str(tmp_path)), "run")
+    assert then is not None and sources.stored(run.store, "fork") is None
+    run.check_code(then, Version(4, 1), accept=False)
+    with pytest.raises(JobError, match=r"the code of the run 'fork' .* has changed since step 4: other\.py \(new\)"):
+        run.check_code(replace(then, files={**then.files, "other.py": ("1", "1")}), Version(4, 1), accept=False)
 
 
 def test_rows_that_share_a_file_with_abandoned_ones_stay(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ def attach(job: Job, line: str, quiet: bool = False, prints: str | None = None) 
     """
     coordinator = coordinator_of(job)
     if coordinator is not None:
-        return show_result(launch.follow(job, coordinator, Prints(screen_for(job, quiet=quiet), prints)), job, line)
+        result = launch.follow(job, coordinator, Prints(screen_for(job, quiet=quiet), prints))
+        return show_result(result, Run.find(job).job, line)  # the steps are those of the run, whatever the file says by now
     absent = Absent.of(job)
     if absent.end is None:
         raise PlatformGaveUp(absent.said)

@@ -125,3 +125,4 @@ def test_what_may_differ_and_what_may_not() -> None:
     assert matches([line], f"{line}  local waits 31% for data")
     assert not matches([line], line.replace("200/200", "199/200"))
     assert not matches([line], line.replace("loss", "gain"))
+    assert not matches([line], line.replace("tokens/s", "samples/s"))

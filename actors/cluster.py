@@ -40,6 +40,8 @@ COMPILER = "torch._inductor.compile_fx"
 """The module to add if the job compiles: of what is imported while the first block is compiled, it brings four fifths, in 45 MiB."""
 OTHERS = 3
 """Processes beside the workers: the coordinator, a keeper, and one that takes a dead one's place."""
+SMALL = 8
+"""Number of CPUs of a cluster that starts on a small machine for no job in particular: it has room for a few small runs."""
 NODES_SHOWN = 8
 GPU_S = 60.0
 """Seconds in which a node must say what memory its GPUs have; a process imports torch for it."""
@@ -49,12 +51,14 @@ HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  
 """Seconds for which the cluster's head may be out of reach: then Ray ends this process, without a word that helps."""
 
 
-def connect(address: str | None, workers: Workers | None = None, *, compiles: bool = False) -> None:
+def connect(address: str | None, workers: Workers | None = None, *, compiles: bool = False) -> str:
     """Joins the cluster at ``address``, or the one that this process was submitted to, or starts one here ("local").
 
     A cluster that starts here for ``workers`` has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so: a worker
     then joins in a fraction of the time.  If the job ``compiles``, they have imported the compiler, too.  Ray starts a process
     for each CPU that it is told of, so it is told of no more than these.
+
+    Returns a sentence for the user if such a cluster has more ``workers`` than this machine has cores; "" otherwise.
 
     The environment variables are Ray's own and must be set before it starts: no usage reports; for a local cluster also no token,
     because only this machine can reach it, no waiting for a drain when it ends, and no monitor that kills processes to free memory.
@@ -62,7 +66,7 @@ def connect(address: str | None, workers: Workers | None = None, *, compiles: bo
     Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer.
     """
     if ray.is_initialized():
-        return
+        return ""
     local = address == "local" or (address is None and begins_here())
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if local:
@@ -73,11 +77,10 @@ def connect(address: str | None, workers: Workers | None = None, *, compiles: bo
         raise PlatformGaveUp(f"no Ray cluster answers at {address}; correct --address, or leave it out")
     options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address or "auto"}
     if local:
-        cpus = max(8, os.cpu_count() or 1)
-        if workers is not None and (cpus_of_prepared := prepared(workers, os.cpu_count() or 1)):
+        cores = os.cpu_count() or 1
+        if workers is not None and prepared(workers, cores):
             os.environ.setdefault("RAY_preload_python_modules", f"{PRELOADED},{COMPILER}" if compiles else PRELOADED)
-            cpus = cpus_of_prepared
-        options |= {"object_store_memory": 80 * 2**20, "num_cpus": cpus}
+        options |= {"object_store_memory": 80 * 2**20, "num_cpus": max(SMALL, cores) if workers is None else wanted(workers)}
     try:
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
     except Exception as error:  # Ray raises plain ones if its processes do not come up
@@ -85,6 +88,26 @@ def connect(address: str | None, workers: Workers | None = None, *, compiles: bo
         advice = "; is this machine overloaded, or its temporary folder full?" if local else "; see --address"
         raise PlatformGaveUp(f"{what} ({type(error).__name__}: {error}){advice}") from error
     _leave_deaths_to_the_story()
+    return crowded(workers, cores) if local and workers is not None else ""
+
+
+def wanted(workers: Workers) -> int:
+    """Returns the CPUs of which Ray is told in a cluster that starts on this machine for ``workers``: one for each process of the run.
+
+    They need not be cores.  Of a machine with fewer cores the user is told by :func:`crowded`.
+    """
+    return math.ceil((workers.max + workers.spares) * max(workers.cpus, 1)) + OTHERS
+
+
+def crowded(workers: Workers, cores: int) -> str:
+    """Returns the sentence that the workers of a run share so many cores, if they want more; "" otherwise."""
+    most = workers.max + workers.spares
+    if most * workers.cpus <= cores:
+        return ""
+    return (
+        f"this machine has {cores} cores, and {most} workers with workers.cpus = {workers.cpus:g} share them: more workers are not faster "
+        f"here; lower workers.max, or train on a cluster of several machines (--address)"
+    )
 
 
 def prepared(workers: Workers, cores: int) -> int:
@@ -93,8 +116,7 @@ def prepared(workers: Workers, cores: int) -> int:
     There is one for each worker and spare, and ``OTHERS``.  All of them import at once, while the run begins: without a core for each,
     the first worker would come later than it does without them.
     """
-    wanted = math.ceil((workers.max + workers.spares) * max(workers.cpus, 1)) + OTHERS
-    return wanted if wanted <= cores else 0
+    return wanted(workers) if wanted(workers) <= cores else 0
 
 
 def begins_here() -> bool:

@@ -148,7 +148,8 @@ def launch(
         run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()
-        cluster.connect(address, job.workers, compiles=job.compile)
+        if crowded := cluster.connect(address, job.workers, compiles=job.compile):
+            show(Sentence(time.time(), crowded))
         requests.note()
         if (branch or accept_code) and attach(job.name) is not None:
             raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")

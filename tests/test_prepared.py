@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from actors.cluster import COMPILER, PRELOADED, prepared
+from actors.cluster import COMPILER, PRELOADED, crowded, prepared, wanted
 from elastic.config.sections import Workers
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, Command
+from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S
+from tests.support.toys import toy_job
 
 JOINS = """
 import importlib, json, ray, sys
@@ -74,3 +78,38 @@ def test_a_process_prepared_for_a_job_that_compiles_has_the_compiler(preloaded: 
     """N13: nearly eight hundred modules are imported while the first graph is compiled; counted as above."""
     left = imported_after([*PRELOADED.split(","), COMPILER] if preloaded else PRELOADED.split(","), COMPILES)
     assert len(left) < 200 if preloaded else len(left) > 600, len(left)
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "cpus", "said"),
+    [
+        ({"max": 2}, 2, 5, ""),
+        ({"max": 3}, 2, 6, "this machine has 2 cores, and 3 workers with workers.cpus = 1 share them"),
+        ({"max": 12, "spares": 1}, 8, 16, "this machine has 8 cores, and 13 workers with workers.cpus = 1 share them"),
+        ({"max": 2, "cpus": 4}, 4, 11, "and 2 workers with workers.cpus = 4 share them"),
+        ({"max": 2, "cpus": 0.5}, 1, 5, ""),
+        ({"max": 8, "gpus": 1, "cpus": 0}, 2, 11, ""),
+        ({"max": 4}, 64, 7, ""),
+    ],
+)
+def test_a_cluster_of_this_machine_has_room_for_the_run_and_says_if_that_has_more_workers_than_cores(
+    workers: dict[str, int], cores: int, cpus: int, said: str
+) -> None:
+    """The control: where each worker has its cores, nothing is said."""
+    one = Workers(min=1, **workers)
+    assert wanted(one) == cpus
+    told = crowded(one, cores)
+    assert said in told if said else told == ""
+
+
+@pytest.mark.full
+def test_who_trains_more_workers_than_there_are_cores_is_told_once(tmp_path: Path) -> None:
+    """All of them have room, too.  The control is one worker."""
+    cores = os.cpu_count() or 1
+    for most, said in ((cores + 1, 1), (1, 0)):
+        workers = {"min": most, "max": most}
+        (tmp_path / "job.toml").write_text(to_toml(toy_job(tmp_path / "bucket", name=f"of-{most}", steps=2, workers=workers)))
+        command = Command(tmp_path, "train", "job.toml")
+        assert command.wait() == 0, command.text
+        assert command.text.count(f"this machine has {cores} cores, and {most} workers") == said
+        assert f"world {most} " in command.text

@@ -32,7 +32,9 @@ FENCE = re.compile(r"^```(.*)$")
 REASON = re.compile(r"^<!-- not run: \S.* -->$")
 EXIT = re.compile(r"\s+# exit (\d+)$")
 RUN = ("console", "sh", "python", "toml")
-VOLATILE = re.compile(r"(?P<clock>\d\d:\d\d:\d\d)|(?P<rate>[\d,]+ (?=(?:tokens|samples)/s))|(?P<number>\d+\.\d+(?:e[+-]\d+)?)|(?P<any>…)| +")
+VOLATILE = re.compile(
+    r"(?P<clock>\d\d:\d\d:\d\d)|(?P<rate>[\d,]+ (?=(?:tokens|samples)/s))|(?P<number>\d+\.\d+(?:e[+-]\d+)?)|(?P<any>…)| +"
+)
 WAITED = re.compile(r"  \S+ waits \d+% for data$")
 """The end of the line of a step whose data was slow, as on a busy machine."""
 COMMAND_S = 300

@@ -1,4 +1,4 @@
-"""What is wrong with a line or a job file is said in one sentence with ``--local``, too, before anything is written."""
+"""A fault of a line or of a job file is said in one sentence with ``--local``, too, before anything is written."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ NEAR = 0.01
 """Largest part of the clean loss by which the loss of the disturbed run may differ."""
 KILLS = 10
 THROWN, BROKEN, NOISE = 1e4, float("nan"), 0.0
-"""What a sample multiplies its loss with, in place of 1; a sample of the bad shard is noise, and multiplies it with 1."""
+"""The factors of the losses of bad samples, in place of 1; a sample of the bad shard is noise, and multiplies it with 1."""
 MODEL = {"dim": 384, "layers": 12, "heads": 6, "hidden": 1024}
 SEED = 11
 

@@ -221,7 +221,7 @@ class Down(Forwarding):
 
 
 def test_a_bucket_that_is_down_ends_no_world_and_loses_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was told before stays told.  The control: the same steps are told at once if the bucket answers."""
+    """Steps that were told before stay told.  The control: the same steps are told at once if the bucket answers."""
     before, after = list[int](), list[int]()
     first = Effects(ObjectStore.open(str(tmp_path)), "toy", tells=True)
     first.add(before.append)

@@ -142,6 +142,7 @@ WITH: dict[str, dict[str, Any]] = {
     "optim.momentum": {"optim.kind": "sgd", "optim.args": {}},
     "optim.decay": {"optim.kind": "adamw", "optim.args": {}},
     "optim.moments": {"optim.kind": "adamw", "optim.args": {}},
+    "schedule.args": {"schedule.kind": "a.b:rate"},
     "schedule.decay_steps": {"schedule.kind": "wsd", "schedule.decay_steps": 5},
     "data.weights": {"data.weights": (1.0, 1.0)},
     "schedule.args": {"schedule.kind": "a.b:rate", "schedule.args": {"x": 1}},

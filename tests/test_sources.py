@@ -252,7 +252,7 @@ def test_l10_code_matters_only_where_a_run_goes_on(code: Path, tmp_path: Path) -
     """L10: a run that has no checkpoint begins with the code of now, and one that has made all its steps trains no more."""
     job = job_of(tmp_path)
     edit(code / "mine_loss.py", "errors = ", "errors = nothing = undefined + ")
-    with pytest.raises(ModelError, match="NameError"):
+    with pytest.raises(ModelError, match="'undefined' is not defined"):
         trained(job)
     edit(code / "mine_loss.py", "errors = nothing = undefined + ", "errors = ")
     trained(job)

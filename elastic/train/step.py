@@ -177,7 +177,7 @@ class Step:
         with self._whole():
             self._expect(self._open, "step.backward() has no microbatch; call it once for each of step.batches()")
             self._open = False
-            loss, count = expect_sum("step.backward()", (loss, count))
+            loss, count = expect_sum("step.backward()", (loss, count), self._session.job.model)
             self._backward(loss, count)
 
     def commit(self, metrics: Mapping[str, float] | None = None) -> Outcome:
@@ -312,18 +312,21 @@ def loss_of(
         raise ModelError(
             f"{named} failed with {failure(error)}; it gets the model and a batch of {sorted(batch)}, and {CONTRACT}"
         ) from error
-    return expect_sum(named, returned)
+    return expect_sum(named, returned, session.job.model)
 
 
-def expect_sum(named: str, returned: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Returns ``returned``.  Raises :class:`LossError`, which begins with ``named``, unless it is (sum, count), two scalars."""
+def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Returns ``returned``.  Raises :class:`LossError`, which begins with ``named``, unless it is (sum, count), two scalars.
+
+    ``model`` is the setting, for the case that none of its parameters has a gradient.
+    """
     match returned:
         case (torch.Tensor(shape=()), torch.Tensor(shape=()) | Real()):
             loss, count = returned
             if torch.is_grad_enabled() and not loss.requires_grad:
                 raise LossError(
-                    f"{named} returned a sum without a gradient: it was detached, computed without gradients, or no parameter of the model "
-                    f"that it depends on requires one"
+                    f"{named} returned a sum without a gradient: it was detached, computed without gradients, or no parameter of "
+                    f"{model!r} that it depends on requires one"
                 )
             return loss, count
         case tuple() | list():

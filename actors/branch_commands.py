@@ -62,7 +62,7 @@ def before_divergence(run: Run) -> Version:
 
     A loss is that of the weights before its step.  So the last weights that are known to be good are those whose step had a usual one.
     """
-    at = diverged_at(list(rows_of(run)))
+    at = diverged_at([{name: row[name] for name in ("step", "loss", "norm")} for row in rows_of(run)])
     if at is None:
         raise JobError(f"--to auto: the losses of {run.job.name} do not diverge; name a step (`elastic checkpoint ls` lists them)")
     say(f"{run.job.name} diverged at step {at}: the last step before it with a usual loss is {at - 1}")

@@ -93,8 +93,6 @@ def refer(store: ObjectStore, origin: Origin, name: str) -> Origin:
 def begin(store: ObjectStore, job: Job, origin: Origin, changed: dict[str, Any]) -> None:
     """Begins the run of ``job`` as a fork.  Raises :class:`JobError` as :func:`refer`, and :class:`Exists` if there is such a run."""
     holder = refer(store, origin, job.name)
-    with suppress(Missing, Exists):  # the same samples
-        store.put_if_absent(f"{job.name}/data.json", store.get(f"{origin.run}/data.json"))
     came = {"run": holder.run, "step": origin.version.step, "generation": origin.version.generation, "changed": changed}
     earlier = [each.to_json() for each in job.stretches()[:-1]]
     store.put_if_absent(f"{job.name}/job.json", document(job, origin=came, earlier=earlier))

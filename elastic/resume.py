@@ -32,6 +32,9 @@ class Start:
     changed: dict[str, Any] = field(default_factory=dict)
     """The settings in which a fork differs from the run that it comes from."""
 
+    said: str = ""
+    """The sentence about a checkpoint from which the run has gone on already."""
+
     @property
     def setting(self) -> str:
         """The words that asked for the other run's checkpoint, for errors."""
@@ -43,7 +46,7 @@ class Start:
         Raises :class:`JobError` if the checkpoint is gone meanwhile, and :class:`~storage.errors.Exists` if there is such a run by now.
         """
         if self.origin is None:
-            return ""
+            return self.said
         store, name = ObjectStore.open(self.job.bucket), self.job.name
         if self.job.init:
             forks.refer(store, self.origin, name)
@@ -65,19 +68,32 @@ def start_of(job: Job, resume: str | int = LATEST) -> Start:
     if word == LATEST:
         return Start(job) if there is not None else _warm(job)
     if word.isdecimal():
-        return Start(job, at=checkpoint(Run.begun(job), word))
+        return _older(job, Run.begun(job), word)
     try:
         name, which = checkpoint_of(word)
     except ValueError as error:
         raise JobError(f"--resume = {word!r} {error}, or be 'latest', or a step of this run") from None
     if name == job.name:
-        return Start(job, at=checkpoint(Run.begun(job), which))
+        return _older(job, Run.begun(job), which)
     if there is not None:
         _check_same(job, name, which)
         return Start(job)
     if job.init:
         raise JobError(f"init = {job.init!r} and --resume {word}: a run begins with the weights of one, or goes on from one; name one")
     return _fork(job, name, which)
+
+
+def _older(job: Job, run: Run, which: str) -> Start:
+    """Returns the start at an older checkpoint of ``run``.  If its newest branch began there, with this job, and has saved a step since, it
+    goes on: a supervisor starts the same line again and again.
+    """
+    version, newest = checkpoint(run, which), run.newest()
+    begun = branches.every(run.store, run.job.name)[-1:]
+    same = not branches.changed(job.going_on(branches.stored(run.store, run.job.name) or {}), run.job)
+    if begun and same and begun[0]["step"] == version.step and newest is not None and newest.step > version.step:
+        number = begun[0]["number"]
+        return Start(job, said=f"branch {number} of {job.name} went on from step {version.step} before: it goes on from {newest}")
+    return Start(job, at=version)
 
 
 def checkpoint(run: Run, which: str) -> Version:

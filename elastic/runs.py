@@ -158,18 +158,23 @@ class Run:
 
     def trains_on(self, fingerprint: str) -> None:
         """Binds the run to its samples, wherever they are stored.  Raises like :meth:`check_data`."""
+        self.check_data(fingerprint)
         with suppress(Exists):
             about = {"format": 1, "fingerprint": fingerprint, "args": self.job.data.args}
             self.store.put_if_absent(f"{self.job.name}/data.json", seal(about))
         self.check_data(fingerprint)
 
     def check_data(self, fingerprint: str) -> None:
-        """Raises :class:`JobError` if the run was begun on other samples."""
-        key = f"{self.job.name}/data.json"
-        try:
-            found = unseal(self.store.get(key), self.store.full_name(key), 1)
-        except Missing:
-            return
+        """Raises :class:`JobError` if the run was begun on other samples; a fork has those of its origin."""
+        name, found = self.job.name, None
+        while found is None:
+            key = f"{name}/data.json"
+            try:
+                found = unseal(self.store.get(key), self.store.full_name(key), 1)
+            except Missing:
+                if (origin := forks.origin_of(self.store, name)) is None:
+                    return
+                name = origin.run
         if found["fingerprint"] != fingerprint:
             raise JobError(
                 f"data.args = {self.job.data.args}: the dataset has the fingerprint {fingerprint}, but the run {self.job.name!r} in "

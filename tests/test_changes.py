@@ -145,7 +145,6 @@ WITH: dict[str, dict[str, Any]] = {
     "schedule.args": {"schedule.kind": "a.b:rate"},
     "schedule.decay_steps": {"schedule.kind": "wsd", "schedule.decay_steps": 5},
     "data.weights": {"data.weights": (1.0, 1.0)},
-    "schedule.args": {"schedule.kind": "a.b:rate", "schedule.args": {"x": 1}},
     "spikes.z": {"spikes.action": "skip"},
     "spikes.window": {"spikes.action": "skip"},
     "checkpoint.keep_every": {"checkpoint.keep_last": 3},

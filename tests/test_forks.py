@@ -84,6 +84,10 @@ def test_l4_a_run_goes_on_from_an_older_step_of_its_own(tmp_path: Path) -> None:
     assert exported_hash(job_of(tmp_path, **FAST)) == exported_hash(job_of(early, **FAST))
     run = Run.find(job_of(tmp_path))
     assert [(int(row["step"]), int(row["generation"])) for row in rows_of(run)] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
+    again = trained(job_of(tmp_path, steps=8, **FAST), resume=4, branch=True)
+    assert steps_of(again) == [5, 6, 7, 8], "another job goes back again"
+    again = trained(job_of(tmp_path, steps=8, **FAST), resume=4)
+    assert steps_of(again) == [] and "branch 3 of run went on from step 4 before: it goes on from step 8 of generation 3" in told(again)
     assert steps_of(trained(job_of(tmp_path, **FAST), resume="run@2")) == [3, 4, 5, 6]
     assert exported_hash(job_of(tmp_path, **FAST)) not in ("", exported_hash(job_of(early, **FAST)))
 

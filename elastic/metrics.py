@@ -177,7 +177,7 @@ class Sinks:
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        tracked = TrackedRun(run.job.name, branches.flat(run.job.model_dump(mode="json")), run.store)
+        tracked = TrackedRun(run.job.name, branches.flat(run.job.model_dump(mode="json")), run.store, _abandoned_by(run))
         make = {name: partial(make_sink, tracked, name, args) for name, args in run.job.metrics.sinks.items()}
         self._say, self._each = say, [_Handing(run, name, each, say) for name, each in make.items()]
 
@@ -196,6 +196,13 @@ class Sinks:
             each.thread.join(max(until - time.monotonic(), 0.0))
             if each.thread.is_alive():
                 self._say(f"metrics.sinks: {each.name} has not taken its rows in {CLOSE_S:g} s; it gets them when the run is started again")
+
+
+def _abandoned_by(run: Run) -> int:
+    """Returns the number of the newest branch that has abandoned steps whose rows were stored; 0 if there is none."""
+    stored = [Version(place.step, place.generation) for place in places(run.store, run.job.name)]
+    every = [each for each in branches.every(run.store, run.job.name) if any(branches.abandoned([each], version) for version in stored)]
+    return max((int(each["number"]) for each in every), default=0)
 
 
 class _Handing:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from actors.cli import main
+from actors.launch import launch
 from elastic import metrics
 from elastic.control import codec
 from elastic.errors import JobError
@@ -262,6 +263,22 @@ def test_l2_a_sink_gets_each_final_step_once(tmp_path: Path) -> None:
     losses = {line.step: line.loss for line in shown}
     assert rows_in(there) == [(step, losses[step]) for step in range(1, 11)]
     assert any("Forgetful failed" in text and "UNIQUE constraint failed: steps.step" in text for text in told)
+
+
+def test_l2_what_goes_on_from_an_older_step_is_another_run_of_a_tracker(tmp_path: Path) -> None:
+    """L2, G2: it has each step that counts; the abandoned ones stay where they were shown.  An own branch without that is the same run."""
+    sinks, sink = {"tests.support.sinks:Titled": {"path": str(tmp_path / "steps")}}, {"checkpoint": {"save_every": 2}}
+    run_local(toy_job(tmp_path, steps=6, metrics={"sinks": sinks}, **sink), lambda line: None)
+    longer = toy_job(tmp_path, steps=8, metrics={"sinks": sinks}, **sink)
+    launch(longer, local=True, branch=True, show=lambda line: None)
+    first = rows_in(tmp_path / "steps-toy")
+    assert [step for step, _ in first] == [1, 2, 3, 4, 5, 6, 7, 8]
+    slower = longer.replace(steps=10, optim={"lr": 1e-4})
+    launch(slower, local=True, resume=4, show=lambda line: None)
+    second = rows_in(tmp_path / "steps-toy-branch-3")
+    assert [step for step, _ in second] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] and rows_in(tmp_path / "steps-toy") == first
+    assert second[:5] == first[:5] and all(one != other for one, other in zip(second[5:8], first[5:8], strict=True))
+    assert second == [(int(row["step"]), row["loss"]) for row in rows_of(Run.find(slower))]
 
 
 def test_l2_a_sink_that_hangs_disturbs_neither_the_run_nor_another_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

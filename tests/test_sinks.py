@@ -30,7 +30,7 @@ def same(found: History, rows: Sequence[Row], exact: bool = True) -> None:
 
 def of_tensorboard(folder: Path) -> tuple[dict[str, Any], Callable[[], tuple[History, dict[int, str]]], bool]:
     pytest.importorskip("tensorboard")
-    return {}, lambda: tensorboard_has(folder / "runs/toy/tensorboard"), False
+    return {}, lambda: tensorboard_has(folder / "runs/toy/tensorboard/toy"), False
 
 
 def of_wandb(folder: Path) -> tuple[dict[str, Any], Callable[[], tuple[History, dict[int, str]]], bool]:
@@ -97,7 +97,7 @@ def test_l2_whatever_is_written_twice_is_seen(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="exists"):
         ours.write(rows)
     same(has()[0], rows, exact)
-    folder = tmp_path / "runs/toy/tensorboard"
+    folder = tmp_path / "runs/toy/tensorboard/toy"
     file = next(folder.iterdir())
     (folder / f"{file.name}.again").write_bytes(file.read_bytes())
     with pytest.raises(AssertionError):

@@ -60,7 +60,7 @@ class Tracker:
         return self._there[name]
 
     def _begin(self, experiment: str, run: TrackedRun) -> str:
-        made: str = self._client.create_run(experiment, tags={MARK: run.id}, run_name=run.name).info.run_id
+        made: str = self._client.create_run(experiment, tags={MARK: run.id}, run_name=run.title).info.run_id
         settings = [Param(name, str(value)[:PARAM_LENGTH]) for name, value in run.settings.items()]
         for first in range(0, len(settings), PARAMS):
             self._client.log_batch(made, params=settings[first : first + PARAMS], tags=[RunTag("mlflow.source.name", "elastic")])

@@ -3,9 +3,11 @@
 A sink gets only rows that no fall-back takes back, in order of their steps.  "Each step once" holds against the death of any process as
 follows: a sink says itself which step it has last, so what counts is what is there, not what somebody meant to write.
 
-Two cases remain in which a sink keeps the numbers that it got first, and gets none of the same steps later: steps that are done again since
-a checkpoint proved to be damaged after they were handed on, and those that a person has abandoned (``rollback``, ``--resume 15000``).
-``elastic metrics`` prints those that count.
+Steps that a person has abandoned (``rollback``, ``--resume 15000``) stay where they were shown.  What goes on from there is another run of
+the tracker, named after the branch, with all steps that count.
+
+In one case a sink keeps the numbers that it got first, and gets none of the same steps later: steps that are done again since a checkpoint
+proved to be damaged after they were handed on.  ``elastic metrics`` prints those that count.
 """
 
 from __future__ import annotations
@@ -37,17 +39,28 @@ EVENT = "event"
 class TrackedRun:
     """A run as a sink knows it.
 
-    ``settings`` are those of its job, flat, by dotted names.  ``store`` is its bucket.
+    ``settings`` are those of its job, flat, by dotted names.  ``store`` is its bucket.  ``branch`` is the newest branch that has abandoned
+    steps which sinks were shown; 0 without one.
     """
 
     name: str
     settings: Mapping[str, Any]
     store: ObjectStore
+    branch: int = 0
+
+    @property
+    def title(self) -> str:
+        """The name under which a tracker shows it, another one after steps were abandoned."""
+        return f"{self.name}-branch-{self.branch}" if self.branch else self.name
+
+    @property
+    def _folder(self) -> str:
+        return f"{self.name}/sinks/branch-{self.branch}" if self.branch else f"{self.name}/sinks"
 
     @property
     def id(self) -> str:
         """A random text of 16 letters and digits that no other run has, also not one of the same name in another bucket."""
-        key = f"{self.name}/sinks/id"
+        key = f"{self._folder}/id"
         with suppress(Exists):
             self.store.put_if_absent(key, uuid.uuid4().hex[:16].encode())
         return self.store.get(key).decode()
@@ -64,7 +77,7 @@ class TrackedRun:
         self.store.put(self._cursor(sink), json.dumps({"step": step}).encode())
 
     def _cursor(self, sink: str) -> str:
-        return f"{self.name}/sinks/{sink}.json"
+        return f"{self._folder}/{sink}.json"
 
 
 class Sink(Protocol):

@@ -1,6 +1,6 @@
 """TensorBoard: event files, by default in the run's bucket.
 
-    <run>/tensorboard/events.out.tfevents.000000000051
+    <run>/tensorboard/<run>/events.out.tfevents.000000000051
 
 An event file has the rows of some steps, and its name has the first of them.  It is created whole and never again, as every object is:
 so each step is there exactly once, whichever process dies at whatever moment, and even if two coordinators write at the same time.
@@ -36,7 +36,8 @@ class Tracker:
     """Writes an event file for the rows of each call into ``folder``, a folder or a URL; without one, into the run's bucket."""
 
     def __init__(self, run: TrackedRun, folder: str = "") -> None:
-        self._store, self._folder = (ObjectStore.open(folder), run.name) if folder else (run.store, f"{run.name}/tensorboard")
+        self._store, self._folder = (ObjectStore.open(folder), "") if folder else (run.store, f"{run.name}/tensorboard/")
+        self._folder += run.title
 
     def last(self) -> int:
         files = self._store.list(f"{self._folder}/{PREFIX}")

@@ -45,8 +45,8 @@ class Tracker:
         if mode not in ("online", "offline"):
             raise ValueError(f"mode = {mode!r} must be 'online' or 'offline'")
         self._run, self._mode = run, mode
-        self._folder = Path(folder).expanduser().absolute() / f"{run.name}-{run.id}"
-        self._about: dict[str, Any] = {"project": project, "entity": entity or None, "id": run.id, "name": run.name, "resume": "allow"}
+        self._folder = Path(folder).expanduser().absolute() / f"{run.title}-{run.id}"
+        self._about: dict[str, Any] = {"project": project, "entity": entity or None, "id": run.id, "name": run.title, "resume": "allow"}
         self._about |= {"config": dict(run.settings), "mode": mode, "reinit": "create_new"}
         for begun in self._folder.glob(f"{BEGUN}*"):  # of sessions that died
             shutil.rmtree(begun, ignore_errors=True)

@@ -38,8 +38,8 @@ def single(numbers: list[tuple[int, float]]) -> list[tuple[int, float]]:
 def shown_by(folder: Path) -> dict[str, tuple[History, dict[int, str]]]:
     """Returns what each tracker has."""
     found = dict[str, tuple[History, dict[int, str]]]()
-    if (folder / "killed/tensorboard").exists():
-        found["tensorboard"] = tensorboard_has(folder / "killed/tensorboard")
+    if (folder / "killed/tensorboard/killed").exists():
+        found["tensorboard"] = tensorboard_has(folder / "killed/tensorboard/killed")
     if (folder / "wandb").exists():
         numbers, texts, ids = wandb_has(next((folder / "wandb").iterdir()))
         assert len(ids) == 1

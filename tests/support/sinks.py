@@ -39,6 +39,13 @@ class Forgetful(Table):
         return 0
 
 
+class Titled(Table):
+    """A sink with a table for each run that a tracker would show."""
+
+    def __init__(self, run: TrackedRun, path: str) -> None:
+        super().__init__(run, f"{path}-{run.title}")
+
+
 class Hanging(Table):
     """A sink that begins to write and never ends, as a tracker whose server does not answer."""
 

@@ -218,11 +218,11 @@ def replay(known: Namespace) -> int:
 
 
 def metrics(known: Namespace) -> int:
-    from elastic.metrics import rows_of
+    from elastic.metrics import with_origin
     from elastic.report.metrics import csv_table, json_line
     from elastic.runs import Run
 
-    rows = rows_of(Run.begun(_job(known)))
+    rows = with_origin(Run.begun(_job(known)))
     if known.csv:
         print(csv_table(list(rows)), end="")
     else:

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from elastic import branches
+from elastic import branches, forks
 from elastic.control import codec
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.ids import Version
@@ -300,3 +300,21 @@ def rows_of(run: Run) -> Iterator[Row]:
     for row in following.rows.surviving() if journaled else ():
         if row["step"] > last:
             yield {**row, "final": int(row["step"] <= following.rows.saved)}
+
+
+def with_origin(run: Run) -> Iterator[Row]:
+    """Yields the rows of :func:`rows_of`; before those of a fork, the rows of the steps that it has from its origin, each step once."""
+    yield from _of_origin(run.store, run.job.name, run.standing(0, 0.0).history.lineage)
+    yield from rows_of(run)
+
+
+def _of_origin(store: ObjectStore, fork: str, lineage: Lineage) -> Iterator[Row]:
+    """Yields the rows of the origin of ``fork``, if it has one; ``lineage`` is that of the fork."""
+    if (origin := forks.origin_of(store, fork)) is None:
+        return
+    lineage, last = cut(lineage, origin.version), 0
+    for rows in (_of_origin(store, origin.run, lineage), stored(store, origin.run, lineage)):
+        for row in rows:
+            if row["step"] > last:
+                last = int(row["step"])
+                yield {**row, "final": 1}

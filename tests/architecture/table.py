@@ -95,7 +95,7 @@ IMPORTS = {
     "elastic.restarts": Row(("elastic.control.*", "elastic.runs", *NAMES)),
     "elastic.metrics": Row(
         (
-            *("elastic.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.protocol.lineage"),
+            *("elastic.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.forks", "elastic.protocol.lineage"),
             *("elastic.report.metrics", "elastic.runs", "elastic.sinks.port", "storage.*", *NAMES),
         )
     ),

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from actors.terminal import say
 from elastic import branches, retention
 from elastic.errors import JobError
 from elastic.job import Job
-from elastic.metrics import rows_of
+from elastic.metrics import origin_rows, rows_of
 from elastic.plan.retention import Keep
 from elastic.report.page import page_of
 from elastic.report.page.model import Branch, Checkpoint, Facts
@@ -25,6 +26,8 @@ from storage import journal
 
 SECRET = re.compile(r"^metrics\.sinks\.|(^|[._-])(key|token|secret|password|credentials?)$", re.IGNORECASE)
 """The names of settings whose values may be secrets; a page is handed around."""
+LEARNT = ("step", "final", "loss", "norm", "lr", "tokens", "validation_loss")
+"""The numbers that a fork's page shows of its origin's steps: what was learnt, and not when."""
 HIDDEN = "(not shown)"
 FIX = "pip install 'elastic-train[report]'"
 
@@ -58,7 +61,7 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
         steps=job.steps,
         global_batch=job.global_batch if isinstance(job.global_batch, int) else 0,
         settings={name: HIDDEN if SECRET.search(name) else _text(value) for name, value in settings.items()},
-        columns=Columns(rows_of(run)),
+        columns=Columns(chain(({name: row[name] for name in LEARNT if name in row} for row in origin_rows(run)), rows_of(run))),
         timeline=Timeline().read(journal.objects(run.store, job.name)),
         checkpoints=_checkpoints(run, keep),
         branches=[_branch(each) for each in every],

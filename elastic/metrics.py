@@ -304,8 +304,13 @@ def rows_of(run: Run) -> Iterator[Row]:
 
 def with_origin(run: Run) -> Iterator[Row]:
     """Yields the rows of :func:`rows_of`; before those of a fork, the rows of the steps that it has from its origin, each step once."""
-    yield from _of_origin(run.store, run.job.name, run.standing(0, 0.0).history.lineage)
+    yield from origin_rows(run)
     yield from rows_of(run)
+
+
+def origin_rows(run: Run) -> Iterator[Row]:
+    """Yields the rows of the steps that a fork has from its origin, and from the origin of that; none for another run."""
+    yield from _of_origin(run.store, run.job.name, run.standing(0, 0.0).history.lineage)
 
 
 def _of_origin(store: ObjectStore, fork: str, lineage: Lineage) -> Iterator[Row]:

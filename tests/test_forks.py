@@ -6,7 +6,6 @@ The oracle is a run that was so from the beginning: what is asked for by another
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -421,22 +420,6 @@ def test_two_commands_do_not_begin_the_same_fork() -> None:
     with pytest.raises(Exists):
         forks.begin(run.store, fork, Origin("run", OLD), {})
     assert Run.find(fork).newest() == OLD
-
-
-def test_l2_the_metrics_of_a_fork_begin_with_those_of_its_origins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """L2: with those of a fork of a fork, and of a run that went another way since.  The judge is one run of that length."""
-    trained(job_of(tmp_path))
-    trained(job_of(tmp_path, "fork", 8, **FAST), resume="run@4")
-    trained(job_of(tmp_path, "last", 8), resume="fork@6")
-    trained(job_of(tmp_path, **FAST), resume=2)  # step 4 of the first one is abandoned there
-    (path := tmp_path / "last.toml").write_text(to_toml(job_of(tmp_path, "last", 8)))
-    assert main(["metrics", str(path)]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["step"] for row in rows] == [*range(1, 9)] and {row["final"] for row in rows} == {1}
-    assert [row["lr"] for row in rows] == [1e-2] * 4 + [3e-2] * 2 + [1e-2] * 2
-    judge = job_of(tmp_path / "judge", steps=4)
-    trained(judge)
-    assert [row["loss"] for row in rows[:4]] == [row["loss"] for row in rows_of(Run.find(judge))]
 
 
 # ---- rollback and runs

@@ -53,9 +53,8 @@ def _lead(facts: Facts) -> str:
 
 def _about(facts: Facts) -> str:
     """Returns the times between which the run is known, and that of the page."""
-    times = [
-        at for at in (facts.timeline.began_at, *facts.columns["time"][:1], *facts.columns["time"][-1:], facts.timeline.at) if at and at > 0
-    ]
+    known = [at for at in facts.columns["time"] if at > 0]
+    times = [at for at in (facts.timeline.began_at, *known[:1], *known[-1:], facts.timeline.at) if at and at > 0]
     ran = f"Begun {when(min(times))}, newest record in the bucket {when(max(times))}; " if times else ""
     return f"{ran}page made {when(facts.read_at)} (UTC)."
 

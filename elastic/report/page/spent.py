@@ -27,7 +27,7 @@ def shares_of(columns: Columns, told: Timeline) -> list[Share]:
     ]
     if not told.life:
         times = [at for at in columns["time"] if math.isfinite(at) and at > 0]
-        total = times[-1] - times[0] + took[0] if times else 0.0
+        total = times[-1] - times[0] + next(filter(None, took), 0.0) if times else 0.0  # an origin's steps have no time
         rest = Share("Between steps", max(total - steps_s, 0.0), "saves and validation, and time in which no process trained", "rest")
         return [each for each in (*useful, rest) if each.seconds > 0] if total else []
     again_s = max(told.committed_s - steps_s, 0.0)

@@ -45,7 +45,7 @@ def load(path: str, setting: str = "") -> Any:
     if module_name == OBJECT:
         raise CodeError(
             f"{named} is code of the script or notebook that began the run, and nobody here has it; go on from that script, by "
-            f"launch(Job(...)) with the same functions"
+            f"launch(Job(...)) with the same functions, or look at it there by evaluate_here or rerun_here of elastic.train.revisit"
         )
     module = _module(named, module_name)
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.cli import main
 from actors.launch import launch
 from actors.objects import LARGEST, UsersCode, pack
 from elastic.errors import CodeError, JobError, ModelError
@@ -23,7 +24,7 @@ from elastic.job import Job
 from elastic.objects import Given, parts_of
 from elastic.report.story import Line, StepLine
 from elastic.sources import sources_of
-from elastic.train.revisit import rerun_here
+from elastic.train.revisit import evaluate_here, rerun_here
 from elastic.train.session import loop_of
 from tests.support.chaos import alone, exported_hash
 from tests.support.toys import Sums, toy_job
@@ -345,6 +346,20 @@ def test_l11_an_optimizer_and_held_out_samples_are_objects_too(tmp_path: Path) -
     named = job_of(tmp_path / "name", of, optim={"kind": "sgd"})
     trained(named)
     assert exported_hash(job) == exported_hash(named) != ""
+
+
+def test_l11_a_checkpoint_is_looked_at_by_who_has_the_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """L11: the judge is what the run measured and recorded by itself.  The control, a command without the objects, says what to do."""
+    job = job_of(tmp_path, cell(), validation={"every": 6, "samples": 8})
+    result = trained(job)
+    version, found = evaluate_here(job)
+    assert (version.step, found.mean) == (6, result.validations[6])
+    assert rerun_here(job, 1).now.loss == result.losses[1]
+    (path := tmp_path / "job.toml").write_text(f'name = "run"\nbucket = "{job.bucket}"\n')
+    for words in (["evaluate"], ["rerun", "--step", "1"]):
+        assert main([words[0], str(path), *words[1:]]) == 1
+        said = " ".join(capsys.readouterr().out.split())
+        assert said.startswith("elastic: ") and "is code of the script or notebook that began the run" in said and "evaluate_here" in said
 
 
 def test_l11_launch_prints_its_progress_unless_told_where_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

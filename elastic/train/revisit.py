@@ -88,7 +88,8 @@ def _restored(run: Run, job: Job, its: Job, step: int | None) -> Iterator[tuple[
     """Yields the state of the good checkpoint at ``step``, or of the newest, and what is needed to compute with it, on the workers' kind of
     device that ``job`` names."""
     version = Version(0, 0) if step == 0 else run.version_at(step)
-    its = its.with_objects(job.objects()).replace(workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
+    its = its.with_objects({setting: each for setting, each in job.objects().items() if each in its.code()})
+    its = its.replace(workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
     device = prepare_process(its)
     with TemporaryDirectory() as folder:
         session = make_session(its, Counters(Path(folder) / "counters", create=True))

@@ -154,7 +154,7 @@ IMPORTS = {
     "elastic": Row(("actors.launch", "elastic.errors", "elastic.job")),
     "elastic.__main__": Row(("actors.cli", "elastic.errors", "elastic.imports")),
     "actors": Row(("actors.*", "elastic.*", "storage.*"), ("ray", "rich", "torch")),
-    "examples": Row(("actors.*", "elastic.*", "examples.*", "storage.*"), ("numpy", "ray", "rich", "safetensors", "torch")),
+    "examples": Row(("actors.*", "elastic.*", "examples.*", "storage.*"), ("numpy", "ray", "rich", "safetensors", "torch", "transformers")),
 }
 
 NO_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")

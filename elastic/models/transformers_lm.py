@@ -1,4 +1,4 @@
-"""Causal language models of the library transformers, built from a config, without weights.
+"""Causal language models of the library transformers, built from a config, with the library's initialisation or with weights of a folder.
 
 Names of parameters, initialisation and logits are the library's.  The engine chooses how a model attends and computes its loss, so our code
 takes the place of two parts.  Facts of the model that was built decide where, not a list of models; elsewhere the library's own code runs:
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from inspect import getsource
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from elastic.kernels.attention import causal_attention, causal_mask
 from elastic.kernels.cross_entropy import cross_entropy
+from elastic.models.pretrained import Rename, check_weights, load_weights, same
 from elastic.models.spec import ShardingTable
 
 try:
@@ -48,12 +49,15 @@ _FUSES: dict[str, bool] = {}
 """The configs, as JSON, of models that were looked at, and the answers: one takes about 0.5 s for 36 layers, and each world builds anew."""
 
 
-def build(config: Mapping[str, Any] | None = None, path: str | None = None) -> nn.Module:
+def build(config: Mapping[str, Any] | None = None, path: str | None = None, pretrained: bool = False) -> nn.Module:
     """Builds the causal language model that a config of transformers describes, with float32 parameters.
 
     ``path`` is a folder or a hub id with a ``config.json``; values in ``config`` replace its own.  Without ``path``, ``config`` names the
-    ``model_type``, and rates of dropout that it does not give are 0.
+    ``model_type``, and rates of dropout that it does not give are 0.  With ``pretrained`` a run begins with the weights that are in the
+    folder ``path`` as ``*.safetensors``.
     """
+    if pretrained and path is None:
+        raise ValueError("pretrained = true needs path, a folder with a config.json and *.safetensors")
     found = config_of(config or {}, path)
     if getattr(found, "output_router_logits", False):
         raise ValueError("output_router_logits = true asks for the loss of a router, which the loss of a job does not add; set it to false")
@@ -77,6 +81,14 @@ def build(config: Mapping[str, Any] | None = None, path: str | None = None) -> n
         if _FUSES[known]:
             model.get_output_embeddings().__class__ = Head
             model.fuses_loss = False
+    return with_weights(model, path) if pretrained and path else model
+
+
+def with_weights(model: nn.Module, folder: str, rename: Rename = same) -> nn.Module:
+    """Lets ``init_weights()`` of a model of :func:`build` set the weights to those in ``folder`` (``elastic/models/pretrained.py``)."""
+    check_weights(model, folder, rename)
+    fitted: Any = model
+    fitted.pretrained = partial(load_weights, folder=folder, rename=rename)
     return model
 
 
@@ -116,7 +128,11 @@ class Fitted:
     With targets, int64 [batch, seq], it returns the sum of their cross-entropies instead, a float32 scalar, and never makes the logits.  A
     model has the attributes ``fuses_loss`` and ``flexes``, by which the engine chooses, only if it can do so.  The library's own
     ``init_weights()`` serves: it leaves alone what the constructor initialised, which is everything unless the model was built on meta.
+    Weights from a folder come after it.
     """
+
+    pretrained: Callable[[nn.Module], None] | None = None
+    """Reads the weights."""
 
     def forward(self: Any, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         if hasattr(self, "flexes"):
@@ -127,6 +143,11 @@ class Fitted:
         with head.passing():
             super().forward(**_inputs(tokens))  # type: ignore[misc]
             return cross_entropy(head.input, head.weight, targets)
+
+    def init_weights(self: Any) -> None:
+        super().init_weights()  # type: ignore[misc]
+        if self.pretrained is not None:
+            self.pretrained(self)
 
     def sharding(self: Any) -> ShardingTable:
         lists = [(name, module) for name, module in self.named_modules() if isinstance(module, nn.ModuleList)]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -56,7 +57,7 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
         raise
     except Exception as error:  # the user's code may raise anything, first of all for an argument that it does not know
         named = f"model_args = {job.model_args}: model = {job.model!r}"
-        raise ModelError(f"{named} failed with {failure(error)}; correct the arguments, or the model") from error
+        raise ModelError(f"{named} failed with {failure(error)}; {_fix_of(error)}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"model = {job.model!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
     if not callable(getattr(model, "init_weights", None)):
@@ -77,6 +78,18 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
                 f"parameter {name!r} of {job.model!r} has no elements (shape {[*parameter.shape]}); correct model_args = {job.model_args}"
             )
     return model
+
+
+def _fix_of(error: Exception) -> str:
+    """Returns what to do about an exception of a builder."""
+    if not any(
+        frame.name == "from_pretrained" and "modeling_utils" in frame.filename for frame in traceback.extract_tb(error.__traceback__)
+    ):
+        return "correct the arguments, or the model"
+    return (
+        "a model is built on the meta device, without memory, so it cannot read weights there: build it from its config, and read them in "
+        "init_weights(); elastic.models.transformers_lm:build does so with model_args = { path = '<folder>', pretrained = true }"
+    )
 
 
 def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:

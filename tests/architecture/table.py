@@ -107,7 +107,10 @@ IMPORTS = {
     "elastic.kernels.triton_kernels": Row((), ("torch", "triton")),
     "elastic.models": Row(("elastic.models.*", "elastic.kernels.*"), ("torch",)),
     "elastic.models.spec": Row(),
-    "elastic.models.transformers_lm": Row(("elastic.models.spec", "elastic.kernels.*"), ("torch", "transformers")),
+    "elastic.models.pretrained": Row((), ("safetensors", "torch")),
+    "elastic.models.transformers_lm": Row(
+        ("elastic.models.pretrained", "elastic.models.spec", "elastic.kernels.*"), ("torch", "transformers")
+    ),
     "elastic.engine": Row(
         (
             *("elastic.engine.*", "elastic.kernels.*", "elastic.models.spec", "elastic.plan.*", "elastic.protocol.commit_record"),
@@ -154,7 +157,9 @@ IMPORTS = {
     "elastic": Row(("actors.launch", "elastic.errors", "elastic.job")),
     "elastic.__main__": Row(("actors.cli", "elastic.errors", "elastic.imports")),
     "actors": Row(("actors.*", "elastic.*", "storage.*"), ("ray", "rich", "torch")),
-    "examples": Row(("actors.*", "elastic.*", "examples.*", "storage.*"), ("numpy", "ray", "rich", "safetensors", "torch", "transformers")),
+    "examples": Row(
+        ("actors.*", "elastic.*", "examples.*", "storage.*"), ("numpy", "peft", "ray", "rich", "safetensors", "torch", "transformers")
+    ),
 }
 
 NO_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")

@@ -22,7 +22,7 @@ from elastic.runs import Run
 from storage.errors import Exists
 
 AUTO = "auto"
-AGES = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
 
 
 def rollback(known: Namespace) -> int:
@@ -107,4 +107,5 @@ def _branch(one: dict[str, object]) -> str:
 
 
 def _age(seconds: float) -> str:
-    return next((f"{seconds / unit:.0f} {name} ago" for unit, name in AGES if seconds >= unit), "just now")
+    number, name = next(((round(seconds / unit), name) for unit, name in AGES if seconds >= unit), (0, ""))
+    return f"{number} {name}{'' if number == 1 else 's'} ago" if number else "just now"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from actors.terminal import console, say
 from elastic import retention
@@ -46,7 +46,6 @@ def show(job: Job, step: int | None) -> int:
     manifest, about = reader.manifest, reader.manifest.about
     said = {
         "version": str(version),
-        "from": f"step {about['parent'][0]} of generation {about['parent'][1]}" if about.get("parent") else "not known",
         "steps by": ", ".join(f"generation {generation} up to {last}" for generation, last in manifest.lineage),
         "layout": " × ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items()),
         "written by": ", ".join(f"{name} {number}" for name, number in about.get("versions", {}).items()),
@@ -81,7 +80,13 @@ def diff(job: Job, steps: Sequence[int], every: bool, top: int) -> int:
     found = compare(first, second, ("",) if every else ("parameter",))
     listed = sorted(found.moved, key=lambda each: (not any(each.strange), -each.part))
     table = Table(
-        "tensor", f"norm at {steps[0]}", f"norm at {steps[1]}", "norm of the difference", "as a part", "largest change", "not finite"
+        Column("tensor", overflow="fold"),
+        f"norm at {steps[0]}",
+        f"norm at {steps[1]}",
+        "norm of the difference",
+        "as a part",
+        "largest change",
+        "not finite",
     )
     for each in listed[: top or None]:
         name = each.tensor.name if each.tensor.kind == "parameter" else f"{each.tensor.name} ({each.tensor.kind})"

@@ -35,6 +35,8 @@ STILL_S = 10.0
 """Seconds without a step after which a terminal shows how long that has been so, unless steps take that long."""
 BAR = 20
 """Largest width of the bar, in characters."""
+WIDE = 240
+"""Columns of a table off a terminal, at most: in a file nothing need be cut or wrapped, so that ``grep`` finds it."""
 ERASE = "\r\x1b[K"
 """Returns to the beginning of the line, and clears it."""
 ECHO = 3
@@ -50,6 +52,8 @@ class Terminal(Console):
 
     def __init__(self) -> None:
         super().__init__(highlight=False, force_jupyter=False)  # a notebook would make a block of HTML of each line
+        if not self.is_terminal:
+            self.width = WIDE
         self._drawn, self._guard = "", threading.RLock()
         self._midline = False
         """True if what was printed last has not ended its line."""

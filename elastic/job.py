@@ -408,7 +408,7 @@ class Job(Part):
         found, needed = list[str](), ROUNDS * self.workers.max
         if self.global_batch == "all" or self.microbatch == "auto":
             return found
-        if self.workers.max > 1 and self.microbatches < needed:
+        if self.microbatches < needed and any(self.microbatches % number for number in range(self.workers.min, self.workers.max + 1)):
             found.append(
                 f"global_batch = {self.global_batch} is only {self.microbatches} microbatches of {self.microbatch} for up to "
                 f"{self.workers.max} workers: when their number does not divide it, some idle in a step's last round; "

@@ -493,7 +493,7 @@ def test_microbatches_and_the_warning_about_too_few() -> None:
     (warning,) = few.warnings()
     assert "only 15 microbatches of 2 for up to 4 workers" in warning
     assert job(global_batch=32, microbatch=2, workers=Workers(max=4)).warnings() == []
-    assert job(global_batch=2, microbatch=2, workers=Workers(max=1)).warnings() == []
+    assert [job(global_batch=2 * many, microbatch=2, workers=Workers(max=2)).warnings() == [] for many in (3, 4)] == [False, True]
     (warning,) = job(global_batch=32, microbatch=2, reduction={"block": 17}).warnings()
     assert "reduction.block = 17 is more than the 16 microbatches" in warning
     assert job(global_batch=32, microbatch=2, reduction={"block": 16}).warnings() == []

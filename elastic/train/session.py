@@ -280,6 +280,8 @@ def opened(job: Job, section: str = "data") -> Dataset:
     kind = load(job.data.dataset, f"{section}.dataset")
     try:
         dataset: Dataset = kind(**job.data.args)
+    except DataError as error:  # our own datasets name their arguments as those of ``[data]``
+        raise DataError(str(error).replace("data.args", f"{section}.args")) from error
     except (ElasticError, Unavailable):  # ``Unavailable`` passes: a store that does not answer is not the dataset's error
         raise
     except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not

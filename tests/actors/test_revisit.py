@@ -40,6 +40,7 @@ def test_g4_a_step_of_any_checkpoint_is_computed_again(tmp_path: Path, capsys: p
     assert shown.count("the same bits") == job.microbatches + 1 and f"step 7: loss {seventh.now.loss:.6g}" in " ".join(shown.split())
     assert main(["checkpoint", "diff", str(file), "--between", "4", "8"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
+    assert "layers.0.attention.wq.weight" in shown, "off a terminal no name of a tensor is cut"
     assert re.search(r"\d+ tensors: 0 have the same bits; all together moved by", shown), shown
     assert main(["checkpoint", "diff", str(file), "--between", "8", "8", "--all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -133,6 +133,7 @@ def test_the_last_microbatch_is_filled_and_taken_off_again() -> None:
         ({"samples": 51}, "validation.samples = 51: the dataset of validation.args = {'samples': 50, 'seq_len': 16} has 50 samples"),
         ({"args": {"path": "x"}}, "validation.dataset = 'tests.support.toys:Sums' failed with TypeError"),
         ({"dataset": "tests.support.toys:Nobody"}, "validation.dataset"),
+        ({"dataset": "elastic.data.tokens:TokenDataset", "args": {"path": "gone", "seq_len": 4}}, "validation.args.path = 'gone'"),
     ],
 )
 def test_a_validation_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:

@@ -32,9 +32,7 @@ FENCE = re.compile(r"^```(.*)$")
 REASON = re.compile(r"^<!-- not run: \S.* -->$")
 EXIT = re.compile(r"\s+# exit (\d+)$")
 RUN = ("console", "sh", "python", "toml")
-VOLATILE = re.compile(
-    r"(?P<clock>\d\d:\d\d:\d\d)|(?P<rate>[\d,]+ (?=(?:tokens|samples)/s))|(?P<number>\d+\.\d+(?:e[+-]\d+)?)|(?P<any>…)| +"
-)
+VOLATILE = re.compile(r"(?P<clock>\d\d:\d\d:\d\d)|(?P<rate>[\d,]+(?= \w+/s))|(?P<number>\d+\.\d+(?:e[+-]\d+)?)|(?P<any>…)| +")
 WAITED = re.compile(r"  \S+ waits \d+% for data$")
 """The end of the line of a step whose data was slow, as on a busy machine."""
 COMMAND_S = 300
@@ -166,7 +164,7 @@ def _line(line: str) -> str:
 
 
 def _parts(line: str) -> Iterator[str]:
-    volatile = {"clock": r"\d\d:\d\d:\d\d", "rate": r"[\d,]+ ", "number": r"\d+\.\d+(?:e[+-]\d+)?", "any": ".*"}
+    volatile = {"clock": r"\d\d:\d\d:\d\d", "rate": r"[\d,]+", "number": r"\d+\.\d+(?:e[+-]\d+)?", "any": ".*"}
     at = 0
     for found in VOLATILE.finditer(line):
         yield re.escape(line[at : found.start()])

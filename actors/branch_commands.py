@@ -6,6 +6,7 @@ import math
 import shlex
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from actors.checkpoint_commands import at_rest
@@ -51,10 +52,19 @@ def rollback(known: Namespace) -> int:
     say(said)
     words = [str(known.job), *known.line]
     if known.lr_scale != 1:
-        words += ["--optim.lr", repr(optim.lr)]
+        words = [str(known.job), *_without(known.line, "--optim.lr"), "--optim.lr", repr(optim.lr)]
     again = f" (write optim.lr = {optim.lr!r} into the job file, too)" if known.lr_scale != 1 else ""
     say(f"`elastic train {shlex.join(words)}` goes on with it{again}")
     return 0
+
+
+def _without(words: Sequence[str], option: str) -> list[str]:
+    """Returns the words of a command line without an option and its value."""
+    found = list[str]()
+    for place, word in enumerate(words):
+        if word != option and not word.startswith(f"{option}=") and (not place or words[place - 1] != option):
+            found.append(word)
+    return found
 
 
 def before_divergence(run: Run) -> Version:

@@ -442,11 +442,11 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, caps
     losses = {int(row["step"]): row["loss"] for row in rows_of(run)}
     assert min(losses[step] for step in range(15, 21)) > 2 * losses[12], "it diverged, and did not come back"
     path.write_text(to_toml(job_of(tmp_path, **absurd)))
-    assert main(["rollback", str(path), "--to", "auto", "--lr-scale", "1e-4"]) == 0
+    assert main(["rollback", str(path), "--steps", "20", "--optim.lr", "30", "--to", "auto", "--lr-scale", "1e-4"]) == 0
     out = capsys.readouterr().out
     said = " ".join(out.split())
     assert "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now" in said
-    assert "--optim.lr 0.003" in said
+    assert f"`elastic train {path} --steps 20 --optim.lr 0.003` goes on with it" in said
     assert main(["train", str(path), "--local", "--optim.lr", "0.003"]) == 0
     rows = {int(row["step"]): row for row in rows_of(run)}
     assert sorted(rows) == [*range(1, 21)] and rows[20]["loss"] < rows[12]["loss"]

@@ -61,8 +61,8 @@ def rollback(known: Namespace) -> int:
 def _without(words: Sequence[str], option: str) -> list[str]:
     """Returns the words of a command line without an option and its value."""
     found = list[str]()
-    for place, word in enumerate(words):
-        if word != option and not word.startswith(f"{option}=") and (not place or words[place - 1] != option):
+    for at, word in enumerate(words):
+        if word != option and not word.startswith(f"{option}=") and (not at or words[at - 1] != option):
             found.append(word)
     return found
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors import branch_commands, checkpoint_commands
-from actors.cli import main
+from actors import checkpoint_commands
 from actors.launch import launch
-from elastic import branches, forks, resume, sources
+from elastic import forks, resume, sources
 from elastic.errors import JobError
 from elastic.forks import Origin
 from elastic.ids import Version
@@ -37,7 +35,6 @@ from storage.errors import Exists
 from storage.objects import ObjectStore
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.chaos import exported_hash
-from tests.support.job_file import to_toml
 from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
@@ -420,84 +417,3 @@ def test_two_commands_do_not_begin_the_same_fork() -> None:
     with pytest.raises(Exists):
         forks.begin(run.store, fork, Origin("run", OLD), {})
     assert Run.find(fork).newest() == OLD
-
-
-# ---- rollback and runs
-
-
-def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """G2: from step 12 on the rate is absurd; `--to auto` finds the last good checkpoint before it by itself, and the loss comes back.
-
-    The controls: before the divergence there is nothing to find, and without the roll-back the loss does not come back.
-    """
-    settings = {"steps": 12, "optim": {"lr": 3e-3}}
-    trained(job_of(tmp_path, **settings))
-    path = tmp_path / "job.toml"
-    path.write_text(to_toml(job_of(tmp_path, **settings)))
-    assert main(["rollback", str(path), "--to", "auto"]) == 1
-    assert "the losses of run do not diverge" in " ".join(capsys.readouterr().out.split())
-    absurd = {"steps": 20, "optim": {"lr": 30.0}}
-    trained(job_of(tmp_path, **absurd), branch=True)
-    run = Run.find(job_of(tmp_path))
-    losses = {int(row["step"]): row["loss"] for row in rows_of(run)}
-    assert min(losses[step] for step in range(15, 21)) > 2 * losses[12], "it diverged, and did not come back"
-    path.write_text(to_toml(job_of(tmp_path, **absurd)))
-    assert main(["rollback", str(path), "--steps", "20", "--optim.lr", "30", "--to", "auto", "--lr-scale", "1e-4"]) == 0
-    out = capsys.readouterr().out
-    said = " ".join(out.split())
-    assert "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now" in said
-    assert f"`elastic train {path} --steps 20 --optim.lr 0.003` goes on with it" in said
-    assert main(["train", str(path), "--local", "--optim.lr", "0.003"]) == 0
-    rows = {int(row["step"]): row for row in rows_of(run)}
-    assert sorted(rows) == [*range(1, 21)] and rows[20]["loss"] < rows[12]["loss"]
-    assert [(each["number"], each["step"]) for each in branches.every(run.store, "run")] == [(2, 12), (3, 12)]
-    assert {rows[step]["lr"] for step in rows} == {0.003}
-    capsys.readouterr()
-    assert main(["runs", str(path)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "run: step 20 of 20, Finished" in shown and "branch 3 from step 12: optim.lr = 30.0 → 0.003" in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--to", "soon"], "--to = 'soon' must be a step, or 'auto'"),
-        (["--to", "3"], "no good checkpoint at step 3"),
-        (["--to", "2", "--lr-scale", "0"], "--lr-scale = 0 must be more than 0"),
-    ],
-    ids=str,
-)
-def test_a_roll_back_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
-    run = Run.open(job_of(tmp_path))
-    run.commit(Version(2, 1), write(run.checkpoints, Version(2, 1), STATE, 1), ((1, 2),), Layout())
-    run.claim("local")
-    path = tmp_path / "job.toml"
-    path.write_text(to_toml(run.job))
-    assert main(["rollback", str(path), *words]) == 1
-    assert says in " ".join(capsys.readouterr().out.split())
-    assert branches.every(run.store, "run") == []
-
-
-def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L5: branches below their run, forks and warm starts below the run that they come from, and what cannot be read says so."""
-    store, run = ObjectStore.open(str(tmp_path)), Run.open(job_of(tmp_path))
-    for step in (2, 4):
-        run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
-    branches.begin(store, job_of(tmp_path, steps=9), run.job, Version(4, 1), time.time() - 7200)
-    forks.begin(store, job_of(tmp_path, "fork"), Origin("run", Version(2, 1)), {})
-    forks.begin(store, job_of(tmp_path, "child"), Origin("fork", Version(2, 1)), {})
-    Run.open(job_of(tmp_path, "warm", init="run@4.1"))
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "job.json").write_text('{"job": {"steps": "many"}}')
-    said: list[str] = []
-    monkeypatch.setattr(branch_commands, "say", said.append)
-    assert main(["runs", str(tmp_path)]) == 0
-    assert [line for line in said if not line.startswith("odd")] == [
-        "run: step 4 of 9, not finished, 2 hours ago",
-        "  branch 2 from step 4: steps = 6 → 9",
-        "    child: step 2 of 6, not finished, from step 2 of generation 1 of run",
-        "    fork: step 2 of 6, not finished, from step 2 of generation 1 of run",
-        "    warm: step 0 of 6, not finished, with the weights of run@4.1",
-    ]
-    assert any(line.startswith("odd: cannot be read: ") for line in said)
-    assert main(["runs", str(tmp_path / "empty")]) == 1

@@ -42,6 +42,7 @@ from elastic.runs import Run
 from elastic.state.heal import Healing, home_of
 from elastic.state.streaming import look_at
 from elastic.state.uploader import name_of
+from elastic.train.alone import WORKER, go
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.context import Context, Effects
 from elastic.train.contract import check_loss
@@ -52,7 +53,6 @@ from elastic.train.microbatch import decided
 from elastic.train.model import State, build_model, tensors_of
 from elastic.train.own_metrics import Metrics
 from elastic.train.profiler import Profiler
-from elastic.train.revisit import WORKER, go
 from elastic.train.session import make_session, make_snapshots, prepare_process
 from elastic.train.step import Session, Step
 from elastic.train.validation import validate

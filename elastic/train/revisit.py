@@ -13,17 +13,16 @@ from tempfile import TemporaryDirectory
 
 from elastic.engine.world import World
 from elastic.errors import JobError
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import NodeId, Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validated
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.ledger import ledger
 from elastic.runs import Run
 from elastic.state.heal import Healing
-from elastic.state.shard import Shard
+from elastic.train.alone import WORKER, go
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.context import Context, Effects
 from elastic.train.counters import Counters
@@ -31,8 +30,6 @@ from elastic.train.model import State
 from elastic.train.session import make_session, prepare_process
 from elastic.train.step import Session, Step
 from elastic.train.validation import validate
-
-WORKER = WorkerId("local")
 
 
 def evaluate_here(job: Job, step: int | None = None) -> tuple[Version, Validated]:
@@ -106,12 +103,3 @@ def _restored(run: Run, job: Job, its: Job, step: int | None) -> Iterator[tuple[
         finally:
             world.close()
             session.close()
-
-
-def go(fence: ApplyFence, plan: Plan, shard: Shard) -> None:
-    """Brings the only member to the point to which a coordinator's orders would bring it."""
-    with fence as member:
-        member.form(plan)
-        member.enter(plan)
-        member.healed(0.0, Holding(WORKER, shard.version, shard.cell), shard)
-        member.go(plan.generation)

@@ -66,7 +66,7 @@ IMPORTS = {
         ("pydantic",),
     ),
     "elastic.branches": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
-    "elastic.forks": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
+    "elastic.forks": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
     "elastic.sources": Row(("elastic.objects", "storage.*", *NAMES)),
     "elastic.runs": Row(
         (

@@ -177,7 +177,7 @@ MISTAKES = {
     "model is none": ({"model": "nothing"}, r"returned a NoneType; it must return a torch.nn.Module"),
     "model does not know its arguments": ({"model": "failing"}, rf"failed with KeyError: 'hidden' {FRAME}; correct the arguments"),
     "model has no init_weights": ({"model": "no_init"}, r"has no init_weights\(\) method; add one"),
-    "nothing learns": ({"model": "frozen"}, r"returned a sum without a gradient: .* no parameter of the model"),
+    "nothing learns": ({"model": "frozen"}, r"returned a sum without a gradient: .* no parameter of .*:frozen"),
 }
 
 

@@ -16,6 +16,7 @@ import ray
 from actors.coordinator import Coordinator, Lease, View
 from actors.keeper import GROUPS, Keeper
 from actors.launch import attach
+from actors.objects import UsersCode
 from actors.processes import clear, log_file
 from actors.relay import Outbox
 from actors.worker import Worker
@@ -117,7 +118,7 @@ def test_a_worker_that_nobody_calls_leaves_by_itself(tmp_path: Path) -> None:
     for kind in (Worker, Called):
         name = WorkerId(f"w{len(made)}")
         actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1, "life": 1})(kind)
-        made[kind] = actor.remote(job, "unused-0001-abcdef", name, desk, [], b"secret")
+        made[kind] = actor.remote(job, "unused-0001-abcdef", name, desk, UsersCode([]), b"secret")
     ray.get(made[Called].train.remote(), timeout=PATIENCE_S)
     lives = {kind: actor.lives.remote() for kind, actor in made.items()}
     with pytest.raises(ray.exceptions.RayActorError):

@@ -24,7 +24,9 @@ STEPS = 14
 PROGRAM = f"""{CELL}
 import os, signal, sys
 from actors.launch import attach
-from actors.terminal import show
+from actors.terminal import Screen
+
+show = Screen().show
 from elastic import Job, launch
 from elastic.report.story import StepLine
 

@@ -19,6 +19,7 @@ import ray
 from actors import launch
 from actors.coordinator import View
 from actors.keeper import GROUPS
+from actors.objects import UsersCode
 from actors.relay import HOPS, Orders
 from actors.worker import Worker
 from elastic.ids import NodeId, WorkerId
@@ -136,7 +137,7 @@ def test_a_worker_that_cannot_start_is_heard_before_its_process_counts_as_gone(t
     ray.get(desk.take.remote(0.5))
     job = toy_job(tmp_path, name="refused", workers={"gpus": 1})  # Ray gives it none, so it finds none
     worker = ray.remote(num_cpus=0, num_gpus=0, concurrency_groups={"control": 1, "life": 1})(Worker).remote(
-        job, f"refused-{os.getpid()}", WORKERS[0], desk, [], b"secret"
+        job, f"refused-{os.getpid()}", WORKERS[0], desk, UsersCode([]), b"secret"
     )
     ray.get(worker.train.remote())
     said = [event for call in ray.get(desk.read.remote()) for event in call]

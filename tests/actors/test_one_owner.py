@@ -54,6 +54,7 @@ def slow_job(folder: Path, name: str) -> Path:
         data={"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}},
         schedule={"kind": "constant"},
         workers={"min": 1, "max": 1},
+        log_every=1,
     )
     (path := folder / "job.toml").write_text(to_toml(job))
     return path

@@ -143,8 +143,7 @@ def launch(
         if local:
             _refuse_living(job, living)
             _begin(start, show, branch)
-            _note_code(Run.open(job), checked, show)
-            return _result(job, *run_local(job, show))
+            return _result(job, *run_local(job, show, lambda run: _note_code(run, checked, show)))
         run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()

@@ -310,6 +310,7 @@ def test_l2_the_page_loads_nothing(tmp_path: Path) -> None:
 
 def test_l2_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """L2: a PNG, also with hostile texts; without matplotlib a sentence says what to install, before anything is written."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from elastic.report.page.png import png_of
 
     run = lost_and_joined(tmp_path)

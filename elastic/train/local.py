@@ -61,8 +61,10 @@ from storage.errors import Damaged, StorageError
 from storage.slices import Tensor
 
 
-def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
+def run_local(job: Job, show: Callable[[Line], None], begun: Callable[[Run], None] = lambda run: None) -> tuple[str, str, int]:
     """Trains to the end in this process; returns (state, reason, step).  Ctrl-C stops after a save of the last complete step.
+
+    ``begun`` gets the run once it is certain that it can begin.
 
     Raises :class:`JobError`, and :class:`PlatformGaveUp` if a save fails.
     """
@@ -71,6 +73,7 @@ def run_local(job: Job, show: Callable[[Line], None]) -> tuple[str, str, int]:
     if why:
         show(Sentence(time.time(), why))
     run = Run.open(job)
+    begun(run)
     job = run.job
     start = run.standing(run.claim_here(), time.time())
     with TemporaryDirectory() as folder:

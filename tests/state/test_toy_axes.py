@@ -9,8 +9,10 @@ import itertools
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +89,7 @@ class Bare:
     shard: Shard
     world: World
     job: Job
+    optimizer: Any = field(default_factory=lambda: SimpleNamespace(rule=SimpleNamespace(kept=())))
 
 
 JOB = Job(name="toys", bucket="/nowhere", steps=1, global_batch=2)

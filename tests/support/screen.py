@@ -83,7 +83,11 @@ class InTerminal:
     """``python -m elastic <arguments>`` in a pseudo-terminal of its own, of which ``typed`` is everything that it has printed."""
 
     def __init__(self, folder: Path, *arguments: str, width: int = 100, **environment: str) -> None:
-        ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name not in ("NO_COLOR", "CI")}
+        ours = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("RAY_") and name not in ("NO_COLOR", "CI", "COLUMNS", "LINES")
+        }
         self.master, slave = pty.openpty()
         self.typed, self.seen, self._heard = "", Seen(width), threading.Condition()
         self.resize(width)

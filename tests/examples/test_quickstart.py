@@ -53,7 +53,7 @@ def test_l13_the_example_of_a_loop_of_ones_own_has_the_bits_of_ours(tmp_path: Pa
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a Linear with a bias returns a view; nothing here writes into it
 def test_the_readmes_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """U1, U3: SIGKILL in the backward pass of a step."""
+    """U1, U2, U3: SIGKILL in the backward pass of a step."""
     expected = alone(own_job(tmp_path / "local", monkeypatch))
     killed = own_job(
         tmp_path / "killed",

@@ -100,7 +100,7 @@ def lines(job: Job) -> list[StepLine]:
     ],
 )
 def test_l9_a_mean_is_refused_before_the_first_step(tmp_path: Path, loss: str, changes: dict[str, Any], said: str) -> None:
-    """L9: one sentence that names the loss, what came and what must come."""
+    """L9, U2: one sentence that names the loss, what came and what must come."""
     job = job_of(tmp_path, loss, **changes)
     with pytest.raises(LossError, match=rf"^loss = '{HERE}:{loss}': {said}") as error:
         lines(job)

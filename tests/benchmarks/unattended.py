@@ -139,7 +139,7 @@ def train(job: Job, kills: Sequence[int] = ()) -> dict[str, Any]:
     skips = Run.find(job).standing(0, 0.0).skips
     generations = len({line.generation for line in steps})
     row = {"state": result.state, "seconds": round(time.time() - began, 1), "worlds": generations, "skipped": skips.total}
-    return row | {"quarantined": skips.quarantined, "validation": scored[-1].loss if scored else math.nan, "steps": len(steps)}
+    return row | {"quarantined": len(skips.quarantined), "validation": scored[-1].loss if scored else math.nan, "steps": len(steps)}
 
 
 def main() -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from elastic.config.values import Change, change_at
@@ -20,8 +19,8 @@ from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import BEFORE, Job
 from elastic.plan.stretches import Stretch, Stretches, ended
-from storage.documents import seal, unseal
 from storage.errors import Missing
+from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
 FORMAT = 2
@@ -37,8 +36,9 @@ class Branch(NamedTuple):
 
 def newest(store: ObjectStore, name: str) -> Branch | None:
     """Returns the newest branch of the run of that name, or None if there is no such run."""
-    if number := _newest(store, name):
-        return _of(_read(store, name, number))
+    documents = _documents(store, name)
+    if number := documents.newest():
+        return _of(documents.read(number))
     with suppress(Missing):
         return _begun(store, name)
     return None
@@ -55,9 +55,14 @@ def first(store: ObjectStore, name: str) -> dict[str, Any]:
     return _begun(store, name).job
 
 
+def number_of(store: ObjectStore, name: str) -> int:
+    """Returns the number of the newest branch."""
+    return max(_documents(store, name).newest(), 1)
+
+
 def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
     """Returns all branches after the first one, oldest first: number, step, generation, changed."""
-    return [_read(store, name, number) for number in range(2, _newest(store, name) + 1)]
+    return _documents(store, name).every()
 
 
 def at(store: ObjectStore, name: str, version: Version) -> Branch:
@@ -110,7 +115,7 @@ def begin(store: ObjectStore, job: Job, found: Job, version: Version, now: float
 
     Raises :class:`~storage.errors.Exists` if another command has begun it.
     """
-    differs, number = changed(job, found), max(_newest(store, job.name), 1) + 1
+    differs, number = changed(job, found), number_of(store, job.name) + 1
     earlier = ended(found.stretches(), version.step)
     about = {
         "format": FORMAT if len(job.after(earlier).stretches()) > 1 else 1,
@@ -124,7 +129,7 @@ def begin(store: ObjectStore, job: Job, found: Job, version: Version, now: float
         "earlier": [each.to_json() for each in earlier],
         "job": json.loads(job.to_json()),
     }
-    store.put_if_absent(_key(job.name, number), seal(about))
+    _documents(store, job.name).add(number, about)
     what = _shown(differs, " before and ", " now") or "its settings stay"
     return f"branch {number} of {job.name} goes on from step {version.step}: {what}"
 
@@ -150,14 +155,5 @@ def _of(document: Mapping[str, Any]) -> Branch:
     return Branch(document["job"], tuple(Stretch.from_json(each) for each in document.get("earlier", ())))
 
 
-def _newest(store: ObjectStore, name: str) -> int:
-    return max((int(PurePosixPath(key).stem) for key in store.list(f"{name}/branches/")), default=0)
-
-
-def _read(store: ObjectStore, name: str, number: int) -> dict[str, Any]:
-    key = _key(name, number)
-    return dict(unseal(store.get(key), store.full_name(key), FORMAT))
-
-
-def _key(name: str, number: int) -> str:
-    return f"{name}/branches/{number:06d}.json"
+def _documents(store: ObjectStore, name: str) -> Numbered:
+    return Numbered(store, f"{name}/branches", FORMAT, first=2)

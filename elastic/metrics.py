@@ -177,9 +177,12 @@ class Sinks:
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self._say, self._each = say, list[_Handing]()
+        if not run.job.metrics.sinks:
+            return  # what follows reads all branches, and lists all rows
         tracked = TrackedRun(run.job.name, branches.flat(run.job.model_dump(mode="json")), run.store, _abandoned_by(run))
-        make = {name: partial(make_sink, tracked, name, args) for name, args in run.job.metrics.sinks.items()}
-        self._say, self._each = say, [_Handing(run, name, each, say) for name, each in make.items()]
+        for name, args in run.job.metrics.sinks.items():
+            self._each.append(_Handing(run, name, partial(make_sink, tracked, name, args), say))
 
     def hand_on(self, lineage: Lineage) -> None:
         """Begins to write the stored rows of ``lineage`` to each sink that does not have them.  Does not wait for that."""

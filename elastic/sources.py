@@ -21,15 +21,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, resolve_name
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.imports import PACKAGES, ROOT, python_files, split
 from elastic.objects import Given, parts_of
-from storage.documents import seal, unseal
 from storage.errors import Exists
+from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
 FORMAT = 1
@@ -179,16 +179,16 @@ def _digest(data: bytes) -> str:
 
 def stored(store: ObjectStore, name: str) -> Sources | None:
     """Returns the newest sources with which the run of that name trained, or None."""
-    number = _newest(store, name)
-    if not number:
+    documents = _documents(store, name)
+    if not (number := documents.newest()):
         return None
-    found = _read(store, name, number)
+    found = documents.read(number)
     return Sources({file: (raw, tree) for file, (raw, tree) in found["files"].items()}, found["python"])
 
 
 def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
     """Returns what is stored of each set of sources, oldest first: number, step, generation, changed, files."""
-    return [_read(store, name, number) for number in range(1, _newest(store, name) + 1)]
+    return _documents(store, name).every()
 
 
 def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: float) -> str:
@@ -197,7 +197,8 @@ def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: flo
     Returns the sentence that says what changed, or "".  Raises :class:`~storage.errors.Exists` if another command has begun the run with
     other code meanwhile.
     """
-    then, number = stored(store, name), _newest(store, name) + 1
+    documents, then = _documents(store, name), stored(store, name)
+    number = documents.newest() + 1
     differs = now.differ(then) if then is not None else []
     if then is not None and not differs:
         return ""
@@ -212,7 +213,7 @@ def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: flo
         "files": {file: list(digests) for file, digests in sorted(now.files.items())},
     }
     try:
-        store.put_if_absent(_key(name, number), seal(about))
+        documents.add(number, about)
     except Exists:  # two commands begin the run at the same time, and one of them follows the other
         if (other := stored(store, name)) is None or now.differ(other):
             raise
@@ -235,14 +236,5 @@ def listed(differs: list[str]) -> str:
     return ", ".join(differs[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _newest(store: ObjectStore, name: str) -> int:
-    return max((int(PurePosixPath(key).stem) for key in store.list(f"{name}/code/")), default=0)
-
-
-def _read(store: ObjectStore, name: str, number: int) -> dict[str, Any]:
-    key = _key(name, number)
-    return dict(unseal(store.get(key), store.full_name(key), FORMAT))
-
-
-def _key(name: str, number: int) -> str:
-    return f"{name}/code/{number:06d}.json"
+def _documents(store: ObjectStore, name: str) -> Numbered:
+    return Numbered(store, f"{name}/code", FORMAT)

@@ -190,6 +190,6 @@ def test_two_commands_do_not_begin_the_same_branch(tmp_path: Path, monkeypatch: 
     found, store = extending(tmp_path, 3), ObjectStore.open(str(tmp_path))
     branches.begin(store, extending(tmp_path, 4), found, Version(3, 1), 0.0)
     assert Run.find(found).job.steps == 4
-    monkeypatch.setattr(branches, "_newest", lambda *_: 1)  # as it was when the other command looked
+    monkeypatch.setattr(branches, "number_of", lambda *_: 1)  # as it was when the other command looked
     with pytest.raises(Exists):
         branches.begin(store, extending(tmp_path, 5), found, Version(3, 1), 0.0)

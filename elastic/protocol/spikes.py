@@ -43,13 +43,18 @@ class SpikeRule:
     """True if the samples that cause a spike, or a loss that is not finite, are not read again."""
 
 
+def robust_deviation(values: Sequence[float], middle: float) -> float:
+    """Returns the standard deviation of ``values``, whose median is ``middle``, by their median absolute deviation."""
+    return NORMAL * median([abs(each - middle) for each in values])
+
+
 def robust_z(value: float, past: Sequence[float], least: float | None = None) -> float:
     """Returns how many robust standard deviations ``value`` lies above the median of ``past``.
 
     A deviation is at least ``least``; without it, the part ``LEAST`` of the median.
     """
     middle = median(past)
-    deviation = max(NORMAL * median([abs(each - middle) for each in past]), LEAST * abs(middle) if least is None else least)
+    deviation = max(robust_deviation(past, middle), LEAST * abs(middle) if least is None else least)
     if value == middle:
         return 0.0
     return (value - middle) / deviation if deviation else float("inf") * (1 if value > middle else -1)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from elastic.protocol.spikes import robust_deviation
+
 WINDOW = 32
 """Number of steps that say what is usual, and of the newest steps that say whether the loss came back."""
 LEAST = 4
@@ -39,8 +41,7 @@ def usual_limit(values: Sequence[float]) -> float:
     if len(finite) < LEAST:
         return math.inf
     middle = median(finite)
-    deviation = 1.4826 * median(abs(value - middle) for value in finite)
-    return middle + FAR * max(deviation, NARROW * abs(middle))
+    return middle + FAR * max(robust_deviation(finite, middle), NARROW * abs(middle))
 
 
 def _over(value: float, limit: float) -> bool:

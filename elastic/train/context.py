@@ -74,7 +74,7 @@ class Effects:
         if self._key:
             return True
         try:
-            key = f"{self._run}/effects/{len(branches.every(self._store, self._run)) + 1:06d}.json"
+            key = f"{self._run}/effects/{branches.number_of(self._store, self._run):06d}.json"
             try:
                 self._done, self._key = int(unseal(self._store.get(key), self._store.full_name(key), FORMAT)["step"]), key
             except Missing:

@@ -18,18 +18,18 @@ from elastic.data.cursor import Cursor
 from elastic.engine.loss import next_token
 from elastic.engine.spikes import DTYPES, HISTORY, QUARANTINE, Spikes, tensors_of
 from elastic.engine.world import World
-from elastic.errors import DataError, JobError
+from elastic.errors import DataError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.batch import deal_of
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
-from elastic.report.story import Line, Sentence
+from elastic.report.story import Sentence
 from elastic.runs import Run
-from elastic.train.local import run_local
 from tests.support.ranks import Ranks
 from tests.support.segments import finish, member, raw
 from tests.support.toys import Sums, toy_job
+from tests.train.test_skips import local
 
 HERE = "tests.train.test_spikes"
 WINDOW, EPOCH, STEPS = 8, 4, 16
@@ -179,21 +179,6 @@ def test_g3_a_document_without_a_number_is_met_once(ranks: Ranks, tmp_path: Path
     if layout.world == 1:
         met = train(ranks, spiky(tmp_path / "skip", {sample: math.nan}, spikes={"action": "skip"}), layout, 12)
         assert len([each for each in met.outcomes if not each.finite]) == 3 == len(read(met.outcomes, sample))
-
-
-def local(job: Job) -> tuple[list[str], str]:
-    """Trains without Ray.  Returns the sentences, and the error with which it ended."""
-    said = list[str]()
-
-    def show(line: Line) -> None:
-        if isinstance(line, Sentence):
-            said.append(line.text)
-
-    try:
-        assert run_local(job, show)[0] == "Finished"
-    except JobError as error:
-        return said, str(error)
-    return said, ""
 
 
 def test_g3_the_run_says_what_is_in_quarantine(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""Documents of a run that are only added: each is created once, under the next number, and the newest one counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from storage.documents import seal, unseal
+from storage.objects import ObjectStore
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """The documents in one folder, of formats up to ``newest_known``.  The first one has the number ``first``."""
+
+    store: ObjectStore
+    folder: str
+    newest_known: int
+    first: int = 1
+
+    def newest(self) -> int:
+        """Returns the number of the newest one, or 0."""
+        return max((int(PurePosixPath(key).stem) for key in self.store.list(f"{self.folder}/")), default=0)
+
+    def read(self, number: int) -> dict[str, Any]:
+        """Returns one of them.  Raises :class:`~storage.errors.Damaged` or :class:`~storage.errors.BadFormat`."""
+        key = self._key(number)
+        return unseal(self.store.get(key), self.store.full_name(key), self.newest_known)
+
+    def every(self) -> list[dict[str, Any]]:
+        """Returns all of them, oldest first."""
+        return [self.read(number) for number in range(self.first, self.newest() + 1)]
+
+    def add(self, number: int, about: Mapping[str, Any]) -> None:
+        """Creates one.  Raises :class:`~storage.errors.Exists` if there is one of that number."""
+        self.store.put_if_absent(self._key(number), seal(about))
+
+    def _key(self, number: int) -> str:
+        return f"{self.folder}/{number:06d}.json"

@@ -13,16 +13,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from elastic import branches
 from elastic.errors import LoopError
 from elastic.job import Job
+from elastic.train.effects import Effects
 from elastic.train.model import State
 from elastic.train.step import Step
-from storage.documents import seal, unseal
-from storage.errors import Missing, StorageError
-from storage.objects import ObjectStore
-
-FORMAT = 1
 
 
 class _WorldEnds(BaseException):
@@ -37,59 +32,6 @@ class Built:
     """The job's model, wrapped for this world.  Call it; do not change it, and keep it in no place that outlives the loop."""
     step: int
     """The number of the step after which these weights are."""
-
-
-class Effects:
-    """Calls the user's functions for each committed step, on world rank 0, and remembers in the bucket for which they have been called.
-
-    The number is written after the calls.  So each step is told in order, and once, over kills of any process and over steps that are done
-    again.  Only if the process dies while the functions run, or before the number is written, they are called once more for that step: they
-    can tell by its number.  A branch tells its own steps.
-    """
-
-    def __init__(self, store: ObjectStore, run: str, *, tells: bool) -> None:
-        """``tells`` is true on world rank 0."""
-        self._store, self._run, self._tells = store, run, tells
-        self._functions: list[Callable[[int], object]] = []
-        self._begun, self._done, self._key = 0, 0, ""
-
-    def add(self, function: Callable[[int], object]) -> None:
-        self._functions.append(function)
-
-    def begin(self, step: int) -> None:
-        """Tells the steps up to ``step``, at which the world stands, that were committed and not told."""
-        self._begun = step
-        self.committed(step)
-
-    def committed(self, step: int) -> None:
-        if not self._functions or not self._tells or not self._knows():
-            return
-        for number in range(self._done + 1, step + 1):
-            for function in self._functions:
-                function(number)
-            self._note(number)
-
-    def _knows(self) -> bool:
-        """Returns whether it is known which steps were told.  If the bucket does not answer, it is asked again after each step."""
-        if self._key:
-            return True
-        try:
-            key = f"{self._run}/effects/{branches.number_of(self._store, self._run):06d}.json"
-            try:
-                self._done, self._key = int(unseal(self._store.get(key), self._store.full_name(key), FORMAT)["step"]), key
-            except Missing:
-                self._key = key
-                self._note(self._begun)
-        except StorageError as error:
-            print(f"which steps were told to the functions of ctx.on_committed() is not known yet: {error}", flush=True)
-        return bool(self._key)
-
-    def _note(self, step: int) -> None:
-        self._done = step
-        try:
-            self._store.put(self._key, seal({"format": FORMAT, "step": step}))
-        except StorageError as error:
-            print(f"that step {step} was told to the functions of ctx.on_committed() could not be noted: {error}", flush=True)
 
 
 class Context:
@@ -107,7 +49,7 @@ class Context:
         return Built(self._state.model, self._state.shard.version.step)
 
     def on_committed(self, function: Callable[[int], object]) -> None:
-        """Lets ``function(step)`` be called once for each committed step, in order, on one member; see :class:`Effects`.
+        """Lets ``function(step)`` be called for each committed step, in order, on one member; see :class:`Effects`.
 
         It may not call the model, since the other members do not.  It is called before the loop goes on.
         """
@@ -135,6 +77,16 @@ class Context:
 
     def run(self, loop: Callable[[Context], object]) -> None:
         """Calls ``loop``.  Raises :class:`LoopError` if it leaves steps undone, and what it raises, or has hidden."""
+        broken = False
+        try:
+            self._goes_through(loop)
+        except Exception:
+            broken = True
+            raise
+        finally:
+            self._effects.close(broken=broken)
+
+    def _goes_through(self, loop: Callable[[Context], object]) -> None:
         try:
             loop(self)
         except _WorldEnds:

@@ -44,9 +44,10 @@ from elastic.state.streaming import look_at
 from elastic.state.uploader import name_of
 from elastic.train.alone import WORKER, go
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.context import Context, Effects
+from elastic.train.context import Context
 from elastic.train.contract import check_loss
 from elastic.train.counters import Counters
+from elastic.train.effects import Effects
 from elastic.train.inventory import decay_line
 from elastic.train.machine.device import memory_of
 from elastic.train.microbatch import decided

@@ -27,7 +27,8 @@ from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, home_of, nothing
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, plainly, tell_where_all_stand, touch
-from elastic.train.context import Context, Effects
+from elastic.train.context import Context
+from elastic.train.effects import Effects
 from elastic.train.faults import Seat
 from elastic.train.inventory import decay_line, memory_line
 from elastic.train.machine.interface import interface

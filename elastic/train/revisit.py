@@ -24,8 +24,9 @@ from elastic.runs import Run
 from elastic.state.heal import Healing
 from elastic.train.alone import WORKER, go
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.context import Context, Effects
+from elastic.train.context import Context
 from elastic.train.counters import Counters
+from elastic.train.effects import Effects
 from elastic.train.model import State
 from elastic.train.session import make_session, prepare_process
 from elastic.train.step import Session, Step

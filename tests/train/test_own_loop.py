@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -18,12 +21,13 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, Outcome
 from elastic.report.story import Line, StepLine
-from elastic.train.context import Context, Effects
+from elastic.train.context import Context
+from elastic.train.effects import Effects
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from elastic.train.step import Step
 from storage.errors import Unavailable
-from storage.objects import ObjectStore
+from storage.objects import Data, ObjectStore
 from tests.support.chaos import exported_hash
 from tests.support.own_loops import steps_in
 from tests.support.ranks import Ranks
@@ -191,11 +195,13 @@ def test_u4_a_step_is_told_once_whoever_tells_it(tmp_path: Path) -> None:
     first.begin(0)
     for step in (1, 2, 3):
         first.committed(step)
+    first.close(broken=False)
     teller(tells=False).begin(9)
     again = teller()
     again.begin(2)  # the state fell back behind what was told
     again.committed(3)
     again.committed(4)
+    again.close(broken=False)
     assert seen == [1, 2, 3, 4]
 
     def dies(step: int) -> None:
@@ -205,6 +211,7 @@ def test_u4_a_step_is_told_once_whoever_tells_it(tmp_path: Path) -> None:
     broken.begin(4)
     with pytest.raises(RuntimeError):
         broken.committed(5)
+    broken.close(broken=True)
     teller().begin(5)
     assert seen == [1, 2, 3, 4, 5], "owed, and told when the next world stands there"
 
@@ -227,6 +234,7 @@ def test_a_bucket_that_is_down_ends_no_world_and_loses_no_effect(tmp_path: Path,
     first.add(before.append)
     first.begin(0)
     first.committed(1)
+    first.close(broken=False)
     store = Down(ObjectStore.open(str(tmp_path)))
     again = Effects(store, "toy", tells=True)
     again.add(after.append)
@@ -235,4 +243,72 @@ def test_a_bucket_that_is_down_ends_no_world_and_loses_no_effect(tmp_path: Path,
     assert (before, after) == ([1], []) and "is not known yet" in capsys.readouterr().out
     store.down = False
     again.committed(4)
+    again.close(broken=False)
     assert after == [2, 3, 4]
+
+
+class Held(Forwarding):
+    """A store that takes nothing more once it is held, until the test lets it; ``writes`` are the steps in the notes that it was given."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.holds, self.held, self.free, self.writes = False, Event(), Event(), list[int]()
+
+    def put(self, key: str, data: Data) -> None:
+        self.writes.append(json.loads(bytes(data))["step"])
+        if self.holds:
+            self.held.set()
+            if not self.free.wait(10):
+                raise Unavailable(key, "nothing has let it go, since the step waits for it")
+        super().put(key, data)
+
+
+@pytest.mark.fast
+def test_u4_no_step_waits_for_the_note_of_what_was_told(tmp_path: Path) -> None:
+    """U4: while the bucket holds the note of step 1, four more steps are told.  What was told meanwhile goes in one note, and the world
+    does not end before it is there.  The control: a note that the bucket has taken is read by the next teller, so that one tells step 6
+    alone.
+    """
+    store, seen, after = Held(ObjectStore.open(str(tmp_path))), list[int](), list[int]()
+    effects = Effects(store, "toy", tells=True)
+    effects.add(seen.append)
+    effects.begin(0)
+    store.holds = True
+    effects.committed(1)
+    assert store.held.wait(10)
+    for step in (2, 3, 4, 5):
+        effects.committed(step)
+    assert seen == [1, 2, 3, 4, 5] and store.writes == [0, 1]
+    store.holds = False
+    store.free.set()
+    effects.close(broken=False)
+    assert store.writes == [0, 1, 5]
+    again = Effects(ObjectStore.open(str(tmp_path)), "toy", tells=True)
+    again.add(after.append)
+    again.begin(4)
+    again.committed(6)
+    again.close(broken=False)
+    assert after == [6]
+
+
+@pytest.mark.fast
+def test_u4_a_kill_at_any_moment_loses_no_step_and_tells_again_what_has_no_note(tmp_path: Path) -> None:
+    """U4: a process is killed by SIGKILL at each moment between two steps, in a function and around each write of the note, and another one
+    goes on.  Every step is told to its end; told again is what has no note, and nothing else.  If the bucket has taken each note
+    before the next step, that is one step.  The control: a process that notes before it tells loses steps.
+    """
+
+    def after_kills(order: str) -> list[dict[str, Any]]:
+        told = subprocess.run(
+            [sys.executable, "-m", "tests.support.tellers", str(tmp_path / order), order], capture_output=True, text=True, check=True
+        )
+        found: list[dict[str, Any]] = json.loads(told.stdout)
+        return found
+
+    found = after_kills("late")
+    assert len(found) > 40 and {each["noted"] for each in found} >= {None, 0, 1, 2, 3, 4, 5}
+    for each in found:
+        assert {*each["finished"]} == {*range(1, 7)}
+        assert each["told"] == [*each["before"], *range((each["noted"] or 0) + 1, 7)]
+        assert not each["waits"] or max(each["before"], default=0) - (each["noted"] or 0) <= 1
+    assert any({*each["finished"]} != {*range(1, 7)} for each in after_kills("early"))

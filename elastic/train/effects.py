@@ -1,0 +1,132 @@
+"""The side effects of committed steps: functions of the user's that are told each step, and the note in the bucket of which were told.
+
+The note is written by a thread of its own, because a bucket may take seconds for it, and no step waits for a bucket.  While one note is on
+its way, more steps may be told; the next note then has the newest of them.  So the note is behind by what was told during one write.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from elastic import branches
+from elastic.threads import keep_going
+from storage.documents import seal, unseal
+from storage.errors import Missing, StorageError
+from storage.objects import ObjectStore
+
+FORMAT = 1
+BROKEN_S = 2.0
+"""Seconds that a world that broke waits for the last note.  All others wait for this member then; what has no note is only told again."""
+
+
+class Effects:
+    """Calls the user's functions for each committed step, on world rank 0, and has it noted in the bucket for which they have been called.
+
+    Each committed step is told, in order, over kills of any process and over steps that are done again.  A step of which the bucket has the
+    note is never told again.  Those without one, the last that were told, are told once more if the process dies, or if the world breaks
+    and the note takes longer than :data:`BROKEN_S`; the functions can tell by the number.  A branch tells its own steps.
+    """
+
+    def __init__(self, store: ObjectStore, run: str, *, tells: bool) -> None:
+        """``tells`` is true on world rank 0."""
+        self._note, self._tells = _Note(store, run), tells
+        self._functions: list[Callable[[int], object]] = []
+        self._reached = 0
+
+    def add(self, function: Callable[[int], object]) -> None:
+        self._functions.append(function)
+
+    def begin(self, step: int) -> None:
+        """Tells the steps up to ``step``, at which the world stands, that were committed and not told.
+
+        It waits for the bucket, since a step that is told before there is a note would be lost to whoever looks for the first one.
+        """
+        if self._functions and self._tells:
+            self._note.begin(step)
+        self.committed(step)
+
+    def committed(self, step: int) -> None:
+        """Tells the steps up to ``step``.  If it is not known yet which were told, that is left to the next call."""
+        self._reached = step
+        if not self._functions or not self._tells or (told := self._note.told) is None:
+            return self._note.stir()
+        for number in range(told + 1, step + 1):
+            for function in self._functions:
+                function(number)
+            self._note.told = number
+            self._note.stir()
+
+    def close(self, *, broken: bool) -> None:
+        """Waits for the last note, so that nobody tells its step again; at most :data:`BROKEN_S` if the world broke."""
+        self._note.close(BROKEN_S if broken else None)
+        if not broken:
+            self.committed(self._reached)  # what is known only now
+            self._note.write()
+
+
+class _Note:
+    """The number of the last step that was told, and what the bucket has of it."""
+
+    def __init__(self, store: ObjectStore, run: str) -> None:
+        self._store, self._run = store, run
+        self.told: int | None = None
+        """The last step that was told; None if that is not known yet."""
+        self._noted, self._key, self._begun = -1, "", 0
+        self._stirred, self._asked, self._closing = threading.Event(), threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, step: int) -> None:
+        """Finds out which steps were told before ``step``, or notes that a run begins to tell after it.  Returns after one attempt."""
+        self._begun = step
+        self._thread = keep_going(self._work, "the note of the told steps", lambda text: print(text, flush=True))
+        self.stir()
+        self._asked.wait()
+
+    def stir(self) -> None:
+        """Lets the thread write what was told, or find out what was; does not wait."""
+        self._stirred.set()
+
+    def close(self, patience_s: float | None) -> None:
+        """Lets the thread do what is left to do, once, and waits so many seconds for it; None: as long as the store tries."""
+        self._closing = True
+        self.stir()
+        if self._thread is not None:
+            self._thread.join(patience_s)
+
+    def write(self) -> None:
+        """Writes the note, if the bucket does not have it."""
+        if self._key and self.told is not None and self.told > self._noted:
+            told = self.told
+            try:
+                self._store.put(self._key, seal({"format": FORMAT, "step": told}))
+                self._noted = told
+            except StorageError as error:
+                print(f"that step {told} was told to the functions of ctx.on_committed() could not be noted: {error}", flush=True)
+
+    def _work(self) -> None:
+        while True:
+            self._stirred.wait()
+            self._stirred.clear()
+            last = self._closing
+            try:
+                if self._key:
+                    self.write()
+                else:
+                    self._ask()
+            finally:
+                self._asked.set()
+            if last:
+                return
+
+    def _ask(self) -> None:
+        try:
+            key = f"{self._run}/effects/{branches.number_of(self._store, self._run):06d}.json"
+            try:
+                self._noted = told = int(unseal(self._store.get(key), self._store.full_name(key), FORMAT)["step"])
+            except Missing:
+                told = self._begun
+            self._key, self.told = key, told
+            self.write()
+        except StorageError as error:
+            print(f"which steps were told to the functions of ctx.on_committed() is not known yet: {error}", flush=True)

@@ -35,7 +35,7 @@ from elastic.control.inbox import Inbox
 from elastic.control.machine import Transition, advance
 from elastic.control.run import TERMINAL, Failed, RunState
 from elastic.control.takeover import STOOD_S
-from elastic.engine.optim.schedule import learning_rate_of
+from elastic.engine.optim.schedule import rate_for_readers
 from elastic.errors import PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
@@ -461,7 +461,8 @@ class Coordinator:
         self.exported.event(event)
         for each in parts(event):
             if isinstance(each, StepDone) and before.version.step < each.outcome.step <= self.state.version.step:
-                lr, members = learning_rate_of(self.job, each.outcome.step), before.plan.members if before.plan else ()
+                lr = rate_for_readers(self.job, each.outcome.step, each.outcome.lr)
+                members = before.plan.members if before.plan else ()
                 self.exported.step(self.story.step(now, each.outcome, members, lr, each.work, queued=not self.inbox.empty()))
         if reason and transition.taken and reason != self.reason:
             self.reason, score = reason, self.state.history.validated

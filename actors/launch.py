@@ -25,7 +25,7 @@ from actors.terminal import screen_for
 from elastic import restarts
 from elastic.branches import flat
 from elastic.engine.optim.schedule import learning_rate_of
-from elastic.errors import FINISHED, STOPPED, ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
+from elastic.errors import FINISHED, STOPPED, ClusterGone, CodeError, CoordinatorGone, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
@@ -174,10 +174,16 @@ def _begin(start: Start, show: Show, branch: bool) -> None:
     run.check_local()
     if said := run.branch(now) if start.at is None else rewind(run, now, start.at):
         version = run.newest()
-        step = 1 if version is None else version.step + 1
-        old, new = (learning_rate_of(each, step) for each in (before, run.job))
-        rates = f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}" if old != new else ""
-        show(Sentence(time.time(), f"{said}{rates}"))
+        show(Sentence(time.time(), f"{said}{_rates(before, run.job, 1 if version is None else version.step + 1)}"))
+
+
+def _rates(before: Job, now: Job, step: int) -> str:
+    """Returns the part of a sentence with the learning rates of ``step``, if a branch changes them."""
+    try:
+        old, new = (learning_rate_of(each, step) for each in (before, now))
+    except CodeError:  # the schedule of before is not here any more
+        return ""
+    return f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}" if old != new else ""
 
 
 def _note_code(run: Run, checked: Checked, show: Show) -> None:

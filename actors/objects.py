@@ -55,10 +55,6 @@ def pack(job: Job) -> list[bytes]:
     for sink in job.metrics.sinks:
         if isinstance(sink, Given):
             raise JobError(f"metrics.sinks = {str(sink)!r} is used where only files are read; put the class into a module, and name that")
-    if isinstance(job.schedule.kind, Given):  # the coordinator tells the rate of each step
-        raise JobError(
-            f"schedule.kind = {str(job.schedule.kind)!r} is used where only files are read; put the function into a module, and name that"
-        )
     given = job.objects()
     if not given:
         return []

@@ -295,7 +295,7 @@ class Job(Part):
     def objects(self) -> dict[str, Given]:
         """Returns the code that was given as objects and cannot be imported, by setting."""
         code = {"model": self.model, "loss": self.loss, "loop": self.loop, "data.dataset": self.data.dataset}
-        code |= {"optim.kind": self.optim.kind, "validation.dataset": self.validation.dataset}
+        code |= {"optim.kind": self.optim.kind, "schedule.kind": self.schedule.kind, "validation.dataset": self.validation.dataset}
         return {setting: path for setting, path in code.items() if isinstance(path, Given)}
 
     def with_objects(self, given: Mapping[str, Given]) -> Job:

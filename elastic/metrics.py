@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from elastic import branches, forks
 from elastic.control import codec
-from elastic.engine.optim.schedule import learning_rate_of
+from elastic.engine.optim.schedule import rate_for_readers
 from elastic.ids import Version
 from elastic.imports import failure
 from elastic.protocol.lineage import Lineage, contains, cut, tip
@@ -94,13 +94,14 @@ def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 
             store.put_if_absent(key, "".join(f"{json_line(row)}\n" for row in rows).encode())
 
 
-def rates(run: Run) -> Callable[[Version], float]:
-    """Returns the function that gives the learning rate of a version, by the branch of the run in which it was committed."""
+def rates(run: Run) -> Callable[[Version, float | None], float]:
+    """Returns the function that gives the learning rate of a version, by the branch of the run in which it was committed, from what its
+    commit told of it (:func:`rate_for_readers`)."""
     jobs = [(each["generation"], run.job.begun_as(each["job"])) for each in reversed(branches.every(run.store, run.job.name))]
     first = run.job.begun_as(branches.first(run.store, run.job.name)) if jobs else run.job
 
-    def rate(version: Version) -> float:
-        return learning_rate_of(next((job for since, job in jobs if version.generation > since), first), version.step)
+    def rate(version: Version, told: float | None) -> float:
+        return rate_for_readers(next((job for since, job in jobs if version.generation > since), first), version.step, told)
 
     return rate
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from actors.cli import main
 from actors.launch import launch
 from elastic import metrics
 from elastic.control import codec
-from elastic.errors import JobError
+from elastic.engine.optim.schedule import learning_rate_of
+from elastic.errors import CodeError, JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.metrics import Following, places, rows_of, store_rows, stored
-from elastic.protocol.commit_record import Outcome, Usage, Validated
+from elastic.protocol.commit_record import GO_ON, Outcome, Usage, Validated
 from elastic.protocol.events import StepDone, Work
 from elastic.report.metrics import Row, csv_table, json_line, row_from, row_of
 from elastic.report.story import Line, Sentence, StepLine
@@ -109,6 +111,35 @@ def test_l2_each_step_once_over_restarts_and_only_when_it_is_final(tmp_path: Pat
     assert [line["world"] for line in lines(run)] == [2] * 5 + [1] * 5
     events = {line["step"]: line["event"] for line in lines(run) if "event" in line}
     assert events.keys() == {6} and "w2" in events[6], "why there is another world"
+
+
+class Told(Written):
+    """A story of a run with a schedule of the user's, whose commits tell ``rates``, by step."""
+
+    rates: dict[int, float]
+
+    def commit(self, step: int, boundary: int = GO_ON, behind: bool = False) -> Outcome:
+        return replace(super().commit(step, boundary, behind), lr=self.rates.get(step))
+
+
+def test_l2_no_reader_needs_the_users_schedule(tmp_path: Path) -> None:
+    """L2, L13: the module of the schedule is nowhere.  The journal tells the rate of each step, 0 too; a step of an older version, which
+    does not tell it, has a row without.  A step gets 60 bytes longer at most.  The control: whoever asks the schedule gets an error.
+    """
+    job = toy_job(tmp_path / "bucket", steps=100, schedule={"kind": "nowhere:cosine"})
+    with pytest.raises(CodeError, match="nowhere"):
+        learning_rate_of(job, 1)
+    play = Told(stepping(2, save_every=5), Run.open(job), tmp_path / "local")
+    play.rates = {step: 1e-2 / step for step in range(1, 5)} | {5: 0.0}
+    play.steps(1, 5)
+    play.save(Version(5, 1), "w1", "w2")
+    play.steps(6, 7)
+    play.ship()
+    Following(Run.open(job)).read()
+    found = {row["step"]: row.get("lr") for row in rows_of(Run.open(job))}
+    assert found == {**play.rates, 6: None, 7: None}
+    told, plain = (len(json.dumps(codec.encode(replace(play.commit(3), lr=lr)))) for lr in (1 / 3, None))
+    assert plain < told <= plain + 60 and "lr" not in codec.encode(play.commit(6))
 
 
 def test_l2_a_reader_goes_on_where_the_stored_rows_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

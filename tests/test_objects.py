@@ -18,6 +18,7 @@ import torch
 from actors.cli import main
 from actors.launch import launch
 from actors.objects import LARGEST, UsersCode, pack
+from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, JobError, ModelError
 from elastic.imports import code_digest, load
 from elastic.job import Job
@@ -269,8 +270,8 @@ def test_l11_a_class_for_metrics_must_be_in_a_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.fast
-def test_l11_a_loop_is_sent_too_and_a_schedule_must_be_in_a_module(tmp_path: Path) -> None:
-    """L11: a worker gets the loop.  The coordinator, which runs no code of a script, asks the schedule, so one of a script is refused."""
+def test_l11_a_loop_and_a_schedule_are_sent_too(tmp_path: Path) -> None:
+    """L11: a worker gets them.  The control: whoever only reads the job has neither."""
     of = cell(
         f"{CELL}\ndef train(ctx):\n    for step in ctx.steps():\n        step.run()\n        step.commit()\n"
         "def halved(step, steps):\n    return 0.5\n"
@@ -281,8 +282,10 @@ def test_l11_a_loop_is_sent_too_and_a_schedule_must_be_in_a_module(tmp_path: Pat
     with pytest.raises(CodeError, match="nobody here has it"):
         loop_of(Job.from_json(job.to_json()))
     scheduled = job_of(tmp_path, of, schedule={"kind": of["halved"]})
-    with pytest.raises(JobError, match=r"^schedule\.kind = 'object:halved' is used where only files are read; put the function into a mod"):
-        pack(scheduled)
+    there = UsersCode([], b"".join(pack(scheduled))).restore(Job.from_json(scheduled.to_json()))
+    assert learning_rate_of(there, 3) == 0.5 * scheduled.optim.lr
+    with pytest.raises(CodeError, match="nobody here has it"):
+        learning_rate_of(Job.from_json(scheduled.to_json()), 3)
     assert launch(scheduled, local=True, show=lambda line: None).state == "Finished"
 
 

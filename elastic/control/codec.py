@@ -46,8 +46,8 @@ MICROBATCHES, PACKED = ("losses", "counts", "samples"), "packed"
 LAYERS = "layers"
 """The field of a commit with an entry for each layer.  It is packed, too, and left out where it is empty, as in most commits."""
 
-SELDOM = ("validated", "rescales", "spike", "quarantined")
-"""Fields of a commit that are left out where they say nothing."""
+SELDOM = {each.name: each.default for each in fields(Outcome) if each.name in ("validated", "rescales", "spike", "quarantined", "lr")}
+"""Fields of a commit that are left out where they say nothing, each with the value that says nothing."""
 OWN_METRICS = "metrics"
 """The field of the report of a step that is left out where it says nothing."""
 
@@ -304,7 +304,7 @@ def encode(value: object, told: Told | None = None) -> Json:
     if told and isinstance(value, Plan) and told.get((value.generation,)) == value:
         return {"$": PLAN, "generation": value.generation}
     if isinstance(value, Outcome):
-        left_out = (*MICROBATCHES, LAYERS, *(name for name in SELDOM if not getattr(value, name)))
+        left_out = (*MICROBATCHES, LAYERS, *(name for name, nothing in SELDOM.items() if getattr(value, name) == nothing))
         rest = {name: encode(getattr(value, name), told) for name in _hints(Outcome) if name not in left_out}
         layers = {LAYERS: packed.pack_layers(value.layers)} if value.layers else {}
         return {"$": "Outcome", **rest, **layers, PACKED: packed.pack(value.losses, value.counts, value.samples)}

@@ -202,6 +202,8 @@ class Outcome:
     rescales: bool = False
     spike: Spike | None = None
     quarantined: tuple[int, ...] = ()
+    lr: float | None = field(default=None, compare=False)
+    """The learning rate of the step, if a schedule of the user's says it; None if whoever knows the job can compute it."""
     layers: tuple[tuple[str, float], ...] = field(default=(), compare=False)
     """The squared norm of the summed gradient of each layer, by name, in the order of the model.  It is empty in most steps (``[watch]``).
     If the step is not ``finite``, there is only the layer in which that began.  Members compute it each for itself, with the same bits if

@@ -44,7 +44,8 @@ def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, wor
     """Returns the row of a step.  ``at`` is its wall-clock time, ``world`` the number of members (0: not known)."""
     usage, speed = outcome.usage, Speed()
     speed.add(outcome, work)
-    row = {"step": outcome.step, "generation": outcome.generation, "time": at, "lr": lr, "skipped": int(not outcome.applies)}
+    row = {"step": outcome.step, "generation": outcome.generation, "time": at, "skipped": int(not outcome.applies)}
+    row |= {} if math.isnan(lr) else {"lr": lr}
     row |= metrics(outcome) | {"tokens": outcome.tokens}
     known = {"world": world, "step_s": usage.step_s, "peak_bytes": usage.peak_bytes, "reserved_bytes": usage.reserved_bytes}
     known |= {"tokens_per_s": outcome.tokens / usage.step_s, "data_wait": usage.data_wait} if usage.step_s else {}
@@ -67,10 +68,10 @@ def version_of(row: Row) -> Version:
 class Rows:
     """The rows of a run, from the segments of its journal, which are read piece by piece, in order.
 
-    ``lr`` returns the learning rate of a version.
+    ``lr`` returns the learning rate of a version, from what its commit told of it.
     """
 
-    def __init__(self, lr: Callable[[Version], float]) -> None:
+    def __init__(self, lr: Callable[[Version, float | None], float]) -> None:
         self._lr = lr
         self._history: dict[str, Any] = {"lineage": [], "saved": [], "untold": []}
         """Fields of the history of the run after the last record that was read."""
@@ -147,7 +148,7 @@ class Rows:
             version, world = Version(outcome.step, outcome.generation), self._worlds.get(outcome.generation, 0)
             if version not in self._rows:
                 event = {"event": self._events.pop(outcome.generation)} if outcome.generation in self._events else {}
-                row = row_of(record["at"], outcome, self._lr(version), work, world)
+                row = row_of(record["at"], outcome, self._lr(version, outcome.lr), work, world)
                 self._rows[version] = row | event | dict(own.get(version, ()))
                 self._reason = ""
             if outcome.validated is not None:

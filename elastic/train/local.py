@@ -19,7 +19,7 @@ import torch
 from elastic.control.health import judge
 from elastic.control.run import RunState
 from elastic.control.skips import note
-from elastic.engine.optim.schedule import learning_rate_of
+from elastic.engine.optim.schedule import rate_for_readers
 from elastic.engine.world import World
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, Version
@@ -227,7 +227,7 @@ class _Local:
 
     def _committed(self, outcome: Outcome, work: Work, metrics: Metrics) -> None:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
-        at, lr = time.time(), learning_rate_of(self.session.job, outcome.step)
+        at, lr = time.time(), rate_for_readers(self.session.job, outcome.step, outcome.lr)
         self.rows.append(row_of(at, outcome, lr, work, 1) | dict(metrics))
         self.show_said()
         self.story.step(at, outcome, (WORKER,), lr, work)

@@ -23,7 +23,7 @@ from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
-from elastic.engine.optim.schedule import learning_rate_of
+from elastic.engine.optim.schedule import own_rate_of
 from elastic.engine.world import TO_HOST, World
 from elastic.errors import LoopError, LossError, ModelError
 from elastic.ids import Version
@@ -106,6 +106,8 @@ class Share:
     """The squared norm of each tensor of the whole gradient, once the step is prepared: float64 [tensors]."""
     validated: Validated | None = None
     """The validation of the state before the step."""
+    own_rate: float | None = None
+    """The learning rate that a schedule of the user's says."""
 
 
 class Step:
@@ -133,11 +135,11 @@ class Step:
         self._boundary, self._done = boundary, done
         self.outcome: Outcome | None = None
         """The outcome of the step, once it is applied."""
-        self._share = Share([], [], [], validated=validated)
+        own_rate = own_rate_of(session.job, number)  # a schedule of the user's that fails must do so before the commit
+        self._share = Share([], [], [], validated=validated, own_rate=own_rate)
         self._rounds, self._begun, self._open = 0, False, False
         self._failed: BaseException | None = None
         self._shape, device = shape.of(session.cursor.microbatches(number, session.job.microbatch_size)), state.world.device
-        learning_rate_of(session.job, number)  # a schedule of the user's that fails must do so before the commit
         session.meter.begin(shape.generation, session.loader.waited_s, device)
         reserve(state, self._shape)
         session.loader.avoid(state.spikes.quarantined)
@@ -424,6 +426,8 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
     raw = state.world.to_host(told, given_up=lambda: fence.member.barred)
     told, squares = raw.split((shape.world * shape.fields, len(raw) - shape.world * shape.fields))
     outcome = conclude(shape, step, told.numpy().astype("<f8", copy=False).tobytes(), share.validated)
+    if share.own_rate is not None:
+        outcome = replace(outcome, lr=share.own_rate)
     if not outcome.finite and state.optimizer.loss_scale.shrinks:
         outcome = replace(outcome, rescales=True)
     outcome = state.spikes.judged(outcome, session.cursor.samples)

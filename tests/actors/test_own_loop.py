@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.test_own_schedule import cosine
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.own_loops import steps_in
 from tests.support.toys import toy_job
@@ -25,7 +26,7 @@ FULL = pytest.mark.full
 )
 def test_u4_a_kill_inside_the_users_code(tmp_path: Path, place: str) -> None:
     """U4, L13: the hash is that of the undisturbed run, whose loop is ours, and each committed step has its side effects, in order.  Loop,
-    optimizer and schedule are files outside of the package.
+    optimizer and schedule are files outside of the package.  The coordinator, which does not ask the schedule, knows the rates by formula.
 
     Only the last steps before the kill, of which the bucket had no note, have them once more: those of a process that dies among the side
     effects themselves do.
@@ -49,4 +50,5 @@ def test_u4_a_kill_inside_the_users_code(tmp_path: Path, place: str) -> None:
     assert len(tried) > len({*tried}), "the control: what stands between two steps has run more than once for a step"
     rows = [json.loads(line) for file in sorted((bucket / "toy" / "metrics").iterdir()) for line in file.read_text().splitlines()]
     assert {row["step"]: row["user/double"] for row in rows if "user/double" in row}.items() >= {(s, 2 * s) for s in range(1, 6)}
+    assert [row["lr"] for row in rows] == pytest.approx([3e-3 * cosine(step, STEPS) for step in range(1, STEPS + 1)], rel=1e-15)
     assert_nothing_left(chaos)

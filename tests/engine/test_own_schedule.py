@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actors.launch import launch
 from elastic.engine.optim.schedule import learning_rate, learning_rate_of
 from elastic.errors import CodeError, JobError
 from elastic.job import Job
@@ -103,6 +105,30 @@ def test_l13_the_rate_of_an_own_schedule_is_the_one_that_trains(tmp_path: Path) 
     found = {name: exported_hash(job) for name, job in jobs.items()}
     assert found["whole"] == found["stopped"] == found["built in"]
     assert found["argument"] != found["whole"], "the control"
+
+
+def test_a_branch_goes_on_without_the_schedule_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is gone when the branch begins.  The control: while it is there, the sentence about the branch compares the rates."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "gone_schedule.py").write_text("def half(step, steps):\n    return 0.5\n")
+    for there in (True, False):
+        job, said = toy_job(tmp_path / str(there), steps=2, optim={"lr": PEAK}, schedule={"kind": "gone_schedule:half"}), list[str]()
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / "mine")
+            launch(job, local=True, show=lambda line: None)
+            later = job.replace(steps=3, schedule={"kind": "constant"})
+            if there:
+                launch(
+                    later, local=True, branch=True, accept_code=True, show=lambda line, said=said: said.append(getattr(line, "text", ""))
+                )
+        sys.modules.pop("gone_schedule")
+        if not there:
+            end = launch(
+                later, local=True, branch=True, accept_code=True, show=lambda line, said=said: said.append(getattr(line, "text", ""))
+            )
+            assert (end.state, end.step) == ("Finished", 3)
+        (branch,) = [text for text in said if "branch 2" in text]
+        assert ("the learning rate of step 3 is 0.01, where it would have been 0.005" in branch) == there
 
 
 @pytest.mark.parametrize(

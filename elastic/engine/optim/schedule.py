@@ -61,6 +61,24 @@ def learning_rate_of(job: Job, step: int) -> float:
     )
 
 
+def own_rate_of(job: Job, step: int) -> float | None:
+    """Returns the learning rate of a step if the user's schedule says it.  None: whoever knows the job can compute it.
+
+    Its commit tells this number, so that nobody who reads of the run needs the user's code.
+    """
+    return learning_rate_of(job, step) if ":" in job.schedule.kind else None
+
+
+def rate_for_readers(job: Job, step: int, told: float | None) -> float:
+    """Returns the learning rate of a step whose commit has ``told`` this, without the user's code.
+
+    It is NaN for the steps of older versions, whose commits do not tell what the user's schedule said.
+    """
+    if told is not None:
+        return told
+    return math.nan if ":" in job.schedule.kind else learning_rate_of(job, step)
+
+
 def check_schedule(job: Job) -> None:
     """Tries a schedule of the user's at steps of the whole run, twice each.  Raises :class:`CodeError` if it cannot be one."""
     if ":" not in job.schedule.kind:

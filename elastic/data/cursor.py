@@ -21,7 +21,7 @@ padding, or less waiting of ranks for each other in each round, whatever their n
 the groups are cut from the sorted list.
 
 Samples may be avoided from some step on.  Then another sample, drawn by a hash of the position, stands at each of their positions, and all
-other positions stay as they are.
+other positions stay as they are.  In a mixture with weights it is one of the same part, so that the shares stay exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import hashlib
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -91,13 +91,20 @@ class Cursor:
                 raise ValueError(f"sampling = {each.sampling!r} must be one of {', '.join(SAMPLINGS)}")
         self.samples, self.lengths = samples, lengths
         self._sequence = _Mixed(sizes, draws) if draws[0].weights else _Stream(samples, draws)
+        self._ends = list(accumulate(sizes)) if draws[0].weights else [samples]
         self._by_length = lru_cache(maxsize=SORTED)(self._sorted)
+        self.sizes = tuple(sizes) if draws[0].weights else (samples,)
+        """The lengths of the sources of samples: of the parts of a mixture with weights, else of the one dataset."""
         self.avoided: Mapping[int, int] = {}
+        self.anywhere: Collection[int] = ()
         self._seed = draws[0].seed
 
-    def avoid(self, samples: Mapping[int, int]) -> None:
-        """Replaces each of ``samples`` by another one, from the step on that it is given with.  At least one sample must be left."""
-        self.avoided = dict(samples)
+    def avoid(self, samples: Mapping[int, int], anywhere: Collection[int] = ()) -> None:
+        """Replaces each of ``samples`` by another one of its source, from the step on that it is given with.
+
+        Those in ``anywhere`` are replaced by samples of any source.  At least one sample must be left to choose from.
+        """
+        self.avoided, self.anywhere = dict(samples), frozenset(anywhere)
         self._by_length.cache_clear()
 
     @classmethod
@@ -148,9 +155,14 @@ class Cursor:
 
     def _sound(self, step: int, position: int, sample: int) -> int:
         """Returns ``sample``, or if it is avoided, the first one that is not of those that are drawn for its position."""
-        attempts = itertools.count()
+        if step < self.avoided.get(sample, step + 1):
+            return sample
+        attempts, first, size = itertools.count(), 0, self.samples
+        if sample not in self.anywhere:
+            source = bisect_right(self._ends, sample)
+            first, size = self._ends[source] - self.sizes[source], self.sizes[source]
         while step >= self.avoided.get(sample, step + 1):
-            sample = _hash(_key(self._seed, "instead", position), 0, next(attempts)) % self.samples
+            sample = first + _hash(_key(self._seed, "instead", position), 0, next(attempts)) % size
         return sample
 
     def _sorted(self, step: int) -> tuple[int, ...]:

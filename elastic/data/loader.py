@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -110,10 +110,13 @@ class Loader:
         self._unread = self._work(self._next)
         self._top_up()
 
-    def avoid(self, samples: Mapping[int, int]) -> None:
-        """Reads none of ``samples`` from the step on that each is given with, and drops what was read ahead if these are others."""
+    def avoid(self, samples: Mapping[int, int], anywhere: Collection[int] = ()) -> None:
+        """Reads none of ``samples`` from the step on that each is given with, and drops what was read ahead if these are others.
+
+        Those in ``anywhere`` are replaced by samples of any source, the others by some of their own.
+        """
         if samples != self.cursor.avoided:
-            self.cursor.avoid(samples)
+            self.cursor.avoid(samples, anywhere)
             self._next = None
 
     def read(self, ids: Ids) -> Batch:

@@ -7,7 +7,11 @@ run that is resumed on another cluster decide as the members would have that wer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +26,8 @@ HISTORY, QUARANTINE = "spikes.history", "spikes.quarantine"
 """The tensors.
 
 A row of the history is (1, loss, norm) of a step, newest last.  A row of the quarantine is (sample, first step that does not read it),
-oldest first.  Rows of zeros stand for nothing.
+oldest first.  In a mixture with weights it is (-1 - sample, first step …), for a sample that is replaced by one of its own source.  Earlier
+versions wrote the sample itself there and replaced it by one of any source; such a row still means that.  Rows of zeros stand for nothing.
 """
 DTYPES = {"F64": torch.float64, "I64": torch.int64}
 MOST = 10_000
@@ -36,6 +41,14 @@ def tensors_of(job: Job) -> tuple[Tensor, ...]:
     return Tensor(HISTORY, "scalar", "F64", (job.spikes.window, 3)), Tensor(QUARANTINE, "scalar", "I64", (MOST, 2))
 
 
+class _Known(NamedTuple):
+    """The values in the tensors: the past, the samples in quarantine, and those of them that are replaced by samples of any source."""
+
+    past: list[tuple[float, float]]
+    quarantined: dict[int, int]
+    anywhere: frozenset[int]
+
+
 class Spikes:
     """The spikes of one job.  What is in the tensors is read at the first use, after they were healed."""
 
@@ -44,35 +57,52 @@ class Spikes:
         action = job.spikes.action
         self.rule = SpikeRule(job.spikes.window, job.spikes.z, action in ("skip", "quarantine"), action == "quarantine")
         self._tensors = tensors if action != "none" else {}
-        self._known: tuple[list[tuple[float, float]], dict[int, int]] | None = None
+        self._weighted = bool(job.data.weights)
+        self._known: _Known | None = None
 
     @property
     def quarantined(self) -> Mapping[int, int]:
         """The samples in quarantine, each with the first step that does not read it."""
-        return self._read()[1]
+        return self._read().quarantined
 
-    def judged(self, outcome: Outcome, samples: int) -> Outcome:
-        """Returns the outcome of a step, before it is applied, with the spike that it is; the data set has so many ``samples``.
+    @property
+    def anywhere(self) -> Collection[int]:
+        """The samples in quarantine that are replaced by samples of any source; all others are by samples of their own."""
+        return self._read().anywhere
+
+    def judged(self, outcome: Outcome, sizes: Sequence[int]) -> Outcome:
+        """Returns the outcome of a step, before it is applied, with the spike that it is.
+
+        ``sizes`` are the numbers of samples of each source: of the parts of a mixture with weights, else of the one data set.
 
         Raises :class:`DataError` if too many samples were in quarantine.
         """
         if not self._tensors:
             return outcome
-        past, quarantined = self._read()
-        outcome, most = spikes.judged(past, outcome, self.rule), min(MOST, samples // 2)
-        if outcome.quarantined and len(quarantined) + len(outcome.quarantined) > most:
-            raise DataError(
-                f"spikes.action = 'quarantine': with step {outcome.step} {len(quarantined) + len(outcome.quarantined)} samples would be in "
-                f"quarantine, and at most {most} of the {samples} may be; clean the data, raise spikes.z = {self.rule.z:g}, or go on with "
-                f"--spikes.action skip --branch"
-            )
+        known = self._read()
+        outcome = spikes.judged(known.past, outcome, self.rule)
+        if outcome.quarantined:
+            self._refuse_too_many(outcome, sizes)
         return outcome
+
+    def _refuse_too_many(self, outcome: Outcome, sizes: Sequence[int]) -> None:
+        ends = [*accumulate(sizes)]
+        of_each = Counter(bisect_right(ends, sample) for sample in (*self.quarantined, *outcome.quarantined))
+        counts = [(sum(of_each.values()), min(MOST, ends[-1] // 2), f"the {ends[-1]}")]
+        if len(sizes) > 1:
+            counts += [(of_each[part], size // 2, f"the {size} of data.args.parts[{part}]") for part, size in enumerate(sizes)]
+        for count, most, whole in counts:
+            if count > most:
+                raise DataError(
+                    f"spikes.action = 'quarantine': with step {outcome.step} {count} samples would be in quarantine, and at most {most} of "
+                    f"{whole} may be; clean the data, raise spikes.z = {self.rule.z:g}, or go on with --spikes.action skip --branch"
+                )
 
     def after(self, outcome: Outcome) -> None:
         """Notes a step that is applied, or skipped."""
         if not self._tensors:
             return
-        before, quarantined = self._read()
+        before, quarantined, anywhere = self._read()
         past = spikes.after(before, outcome, self.rule)
         if past != before:
             history = self._tensors[HISTORY]
@@ -80,12 +110,14 @@ class Spikes:
         new = {sample: outcome.step + 1 for sample in outcome.quarantined if sample not in quarantined}
         if new:
             rows = self._tensors[QUARANTINE][len(quarantined) : len(quarantined) + len(new)]
-            rows.copy_(torch.tensor([*new.items()], dtype=torch.int64))
-        self._known = past, quarantined | new
+            rows.copy_(torch.tensor([(~sample if self._weighted else sample, step) for sample, step in new.items()], dtype=torch.int64))
+        self._known = _Known(past, quarantined | new, anywhere if self._weighted else frozenset({*anywhere, *new}))
 
-    def _read(self) -> tuple[list[tuple[float, float]], dict[int, int]]:
+    def _read(self) -> _Known:
         if self._known is None:
             past = [(loss, norm) for known, loss, norm in self._tensors[HISTORY].tolist() if known] if self._tensors else []
             rows = self._tensors[QUARANTINE] if self._tensors else torch.empty((0, 2), dtype=torch.int64)
-            self._known = past, {sample: step for sample, step in rows[rows[:, 1] > 0].tolist()}
+            written = rows[rows[:, 1] > 0].tolist()
+            quarantined = {~sample if sample < 0 else sample: step for sample, step in written}
+            self._known = _Known(past, quarantined, frozenset(sample for sample, _ in written if sample >= 0))
         return self._known

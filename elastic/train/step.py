@@ -142,7 +142,7 @@ class Step:
         self._shape, device = shape.of(session.cursor.microbatches(number, session.job.microbatch_size)), state.world.device
         session.meter.begin(shape.generation, session.loader.waited_s, device)
         reserve(state, self._shape)
-        session.loader.avoid(state.spikes.quarantined)
+        session.loader.avoid(state.spikes.quarantined, state.spikes.anywhere)
         if session.job.checkpoint.compare and due(number, session.job.checkpoint.save_every, session.job.steps):
             compare(state, partial(leave_if_over, fence))
 
@@ -430,7 +430,7 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
         outcome = replace(outcome, lr=share.own_rate)
     if not outcome.finite and state.optimizer.loss_scale.shrinks:
         outcome = replace(outcome, rescales=True)
-    outcome = state.spikes.judged(outcome, session.cursor.samples)
+    outcome = state.spikes.judged(outcome, session.cursor.sizes)
     if len(squares):
         outcome = _with_layers(state, outcome, squares)
     session.counters["collective"] = 2

@@ -6,12 +6,13 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate, count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.data.cursor import SAMPLINGS, Cursor, permuted
+from elastic.data.cursor import SAMPLINGS, Cursor, Draw, _hash, _key, permuted
 
 pytestmark = pytest.mark.fast
 
@@ -150,6 +151,52 @@ def test_avoided_samples_are_replaced_from_their_step_on_and_nothing_else_moves(
             else:
                 assert after == before
         assert cursor.ids(step) == cursor.microbatch_ids(step, 0, batch), "asked again, it says the same"
+
+
+def mixture(sizes: tuple[int, ...]) -> Cursor:
+    """The parts take turns with the weights 1, 2, 3, …, in steps of twelve samples."""
+    weights = tuple(map(float, range(1, len(sizes) + 1)))
+    return Cursor(sum(sizes), 12, 3, draws=[Draw(0, 3, "permutation", weights)], sizes=sizes)
+
+
+@given(st.lists(st.integers(2, 30), min_size=2, max_size=4), st.data())
+def test_g1_a_sample_of_a_mixture_is_replaced_from_its_own_part(lengths: list[int], data: st.DataObject) -> None:
+    """G1: so each part keeps its turns, in every step, whatever is avoided of it.  The control: samples that earlier versions put into
+    quarantine are replaced as then, by the formula written once more, and the turns are others.
+    """
+    ends = [*accumulate(lengths)]
+    of = {sample: part for part, end in enumerate(ends) for sample in range(end - lengths[part], end)}
+    kept = {data.draw(st.integers(end - size, end - 1)) for size, end in zip(lengths, ends, strict=True)}
+    avoided = {each: data.draw(st.integers(1, 6)) for each in data.draw(st.sets(st.integers(0, ends[-1] - 1), min_size=1)) - kept}
+    old = {each for each in avoided if data.draw(st.booleans())}
+    plain, cursor, before = (mixture(tuple(lengths)) for _ in range(3))
+    cursor.avoid(avoided)
+    before.avoid(avoided, old)
+    for step in range(1, 9):
+        for place, (drawn, own, any_) in enumerate(zip(plain.ids(step), cursor.ids(step), before.ids(step), strict=True)):
+            if step < avoided.get(drawn, 99):
+                assert own == any_ == drawn
+                continue
+            assert of[own] == of[drawn] and step < avoided.get(own, 99)
+            if drawn not in old:
+                assert any_ == own
+                continue
+            drafts = (_hash(_key(3, "instead", 12 * (step - 1) + place), 0, attempt) % ends[-1] for attempt in count())
+            assert any_ == next(each for each in drafts if step < avoided.get(each, 99))
+
+
+def test_g1_the_shares_of_a_mixture_stay_exact_beside_a_quarantine() -> None:
+    """G1: half of the smallest part is avoided, and each part still has its turns to the sample.  The control: replaced from the whole
+    pool, the part loses nearly half of its turns.
+    """
+    turns = []
+    for anywhere in ((), range(10)):
+        cursor = mixture((20, 100, 300))
+        cursor.avoid(dict.fromkeys(range(10), 1), anywhere)
+        ids = [sample for step in range(1, 101) for sample in cursor.ids(step)]
+        assert not set(ids) & {*range(10)}
+        turns.append([sum(low <= each < high for each in ids) for low, high in ((0, 20), (20, 120), (120, 420))])
+    assert turns[0] == [200, 400, 600] and turns[1][0] < 120
 
 
 def test_replacements_differ_by_position_and_are_sorted_by_length_like_others() -> None:

@@ -208,6 +208,74 @@ def test_g1_a_branch_keeps_the_quarantine(tmp_path: Path) -> None:
             assert kept(wider, newest, QUARANTINE)[:3, 1].tolist() == [4, 4, 0]
 
 
+def shared(bucket: Path, gains: Mapping[int, float], **changes: Any) -> Job:
+    """Returns a job like :func:`spiky` of two parts with 16 and 64 documents, of which the first has a quarter of the samples of a step."""
+    job = spiky(bucket, {}, steps=12, **changes)
+    parts = [{"dataset": f"{HERE}:Corrupt", "args": {"samples": 16, "gains": {str(key): str(gain) for key, gain in gains.items()}}}]
+    parts += [{"dataset": f"{HERE}:Corrupt", "args": {"samples": 64}}]
+    return job.replace(data={"dataset": "elastic.data.mixture:Mixture", "args": {"parts": parts}, "weights": [1, 3]})
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=str)
+def test_g1_a_quarantine_leaves_the_shares_of_a_mixture_alone(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """G1: a document of the small part is NaN.  Each step has its quarter of that part, also once the document, and its mates, are in
+    quarantine, with the bits of one worker, and of a run that is interrupted in another layout.  The control: replaced from all
+    documents, as by earlier versions, some steps would have less of that part.
+    """
+    sample = Cursor.of(shared(tmp_path, {}).stretches(), 80, sizes=(16, 64)).ids(3)
+    (bad,) = [each for each in sample if each < 16][:1]
+    job = shared(tmp_path / "one", {bad: math.nan})
+    told = train(ranks, job, layout, 12)
+    (skipped,) = [each for each in told.outcomes if not each.applies]
+    mates = set(skipped.quarantined)
+    assert bad in mates and skipped.step == read(told.outcomes, bad)[-1] <= 4
+    for outcome in told.outcomes:
+        ids = [each for microbatch in outcome.samples for each in microbatch]
+        assert sum(each < 16 for each in ids) == len(ids) // 4
+        assert outcome.step <= skipped.step or not mates & {*ids}
+    before = Cursor.of(job.stretches(), 80, sizes=(16, 64))
+    before.avoid(dict.fromkeys(mates, skipped.step + 1), mates)
+    assert min(sum(each < 16 for each in before.ids(step)) for step in range(1, 13)) < job.global_batch // 4
+    rows = kept(job, told.version, QUARANTINE)
+    assert {-1 - each for each in rows[rows[:, 1] > 0][:, 0].tolist()} == mates
+
+    alone = train(ranks, shared(tmp_path / "alone", {bad: math.nan}), Layout(1, 1), 12)
+    cut = shared(tmp_path / "cut", {bad: math.nan})
+    half = train(ranks, cut, Layout(1, 1), 6)
+    rest = train(ranks, cut, layout, 12, half.version)
+    assert told.hash == alone.hash == rest.hash
+
+
+def test_g1_a_quarantine_of_an_earlier_version_is_replaced_as_then(tmp_path: Path) -> None:
+    """G1: a row without the mark means any source, beside new rows with it.  A run without weights has the rows that it always had."""
+    job = shared(tmp_path, {})
+    tensors = {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)}
+    tensors[QUARANTINE][0] = torch.tensor([5, 3])
+    spikes = Spikes(job, tensors)
+    spikes.after(Outcome(4, 1, math.nan, (math.nan, 1.0), (1, 1), ((0, 7), (9, 11)), False, quarantined=(0, 7)))
+    for each in (spikes, Spikes(job, tensors)):
+        assert (each.quarantined, set(each.anywhere)) == ({5: 3, 0: 5, 7: 5}, {5})
+    assert tensors[QUARANTINE][:4].tolist() == [[5, 3], [-1, 5], [-8, 5], [0, 0]]
+    plain = spiky(tmp_path, {})
+    tensors = {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(plain)}
+    Spikes(plain, tensors).after(Outcome(4, 1, math.nan, (math.nan,), (1,), ((0, 7),), False, quarantined=(0, 7)))
+    assert tensors[QUARANTINE][:3].tolist() == [[0, 5], [7, 5], [0, 0]]
+
+
+def test_more_than_half_of_a_part_may_not_be_in_quarantine(tmp_path: Path) -> None:
+    """Eight of its 16 documents may be.  The control: as many of the other part."""
+    job = shared(tmp_path, {})
+    spikes = Spikes(job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)})
+
+    def commit(step: int, *bad: int) -> Outcome:
+        return Outcome(step, 1, math.nan, (math.nan, 1.0), (1, 1), (bad, (79,)), False)
+
+    spikes.after(spikes.judged(commit(1, *range(8)), (16, 64)))
+    with pytest.raises(DataError, match=r"step 2 9 samples would be in quarantine, and at most 8 of the 16 of data.args.parts\[0\] may be"):
+        spikes.judged(commit(2, 8), (16, 64))
+    assert spikes.judged(commit(2, 16), (16, 64)).quarantined == (16,)
+
+
 def test_more_than_half_of_the_data_may_not_be_in_quarantine(tmp_path: Path) -> None:
     """Five of ten samples may be; the sixth ends the run, in a sentence.  A sample is listed once."""
     job = spiky(tmp_path, {})
@@ -217,9 +285,9 @@ def test_more_than_half_of_the_data_may_not_be_in_quarantine(tmp_path: Path) -> 
         return Outcome(step, 1, math.nan, (math.nan, 1.0), (1, 1), (bad, (9,)), False)
 
     for step, bad in ((1, (0, 1)), (2, (2, 2, 3, 4))):
-        outcome = spikes.judged(commit(step, *bad), 10)
+        outcome = spikes.judged(commit(step, *bad), [10])
         spikes.after(outcome)
     assert spikes.quarantined == {0: 2, 1: 2, 2: 3, 3: 3, 4: 3}
     with pytest.raises(DataError, match=r"with step 3 6 samples would be in quarantine, and at most 5 of the 10 may be; clean the data"):
-        spikes.judged(commit(3, 5), 10)
-    assert spikes.judged(commit(3, 5), 12).quarantined == (5,), "the control"
+        spikes.judged(commit(3, 5), [10])
+    assert spikes.judged(commit(3, 5), [12]).quarantined == (5,), "the control"

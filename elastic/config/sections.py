@@ -281,10 +281,12 @@ class Spikes(Part):
     median.  That of a norm is of its logarithm.
     """
 
-    action: Branch[Literal["none", "warn", "skip", "quarantine"]] = "none"
+    action: Branch[Literal["none", "warn", "skip", "quarantine", "forget"]] = "none"
     """``warn`` only says which steps are spikes.  ``skip`` also leaves their update out, on all workers.  ``quarantine`` also reads the
     samples of the microbatches that cause one never again, nor those of a microbatch whose loss is not finite; other samples take their
-    places.  At most 10,000 samples, and half of the data, may be in quarantine.  ``none`` forgets it.
+    places, of the same part of a mixture with ``data.weights``.  At most 10,000 samples, and half of the data and of each such part, may be
+    in quarantine.  ``warn`` and ``skip`` keep out what is there, and a run that has some refuses ``none``.  ``forget`` is ``none``, and
+    reads them again.
     """
     z: Branch[Annotated[Number, Field(gt=0)]] = 6.0
     """Score above which a step is a spike."""

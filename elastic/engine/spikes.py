@@ -26,19 +26,26 @@ HISTORY, QUARANTINE = "spikes.history", "spikes.quarantine"
 """The tensors.
 
 A row of the history is (1, loss, norm) of a step, newest last.  A row of the quarantine is (sample, first step that does not read it),
-oldest first.  In a mixture with weights it is (-1 - sample, first step …), for a sample that is replaced by one of its own source.  Earlier
-versions wrote the sample itself there and replaced it by one of any source; such a row still means that.  Rows of zeros stand for nothing.
+oldest first.  In a mixture with weights the step is negative, for a sample that is replaced by one of its own source.  Earlier versions
+wrote the step itself there and replaced the sample by one of any source; such a row still means that.  Rows of zeros stand for nothing.
 """
 DTYPES = {"F64": torch.float64, "I64": torch.int64}
+OFF = ("none", "forget")
+"""Values of ``spikes.action`` with which there is no memory.  With the first of them a run that has samples in quarantine is refused."""
 MOST = 10_000
 """Largest number of samples in quarantine.  A data set with more of them needs cleaning."""
 
 
 def tensors_of(job: Job) -> tuple[Tensor, ...]:
     """Returns the tensors that the job adds to the state."""
-    if job.spikes.action == "none":
+    if job.spikes.action in OFF:
         return ()
     return Tensor(HISTORY, "scalar", "F64", (job.spikes.window, 3)), Tensor(QUARANTINE, "scalar", "I64", (MOST, 2))
+
+
+def number_in(quarantine: bytearray | memoryview) -> int:
+    """Returns the number of samples in quarantine by the bytes of that tensor."""
+    return sum(step != 0 for step in memoryview(quarantine).cast("B").cast("q")[1::2])
 
 
 class _Known(NamedTuple):
@@ -56,7 +63,7 @@ class Spikes:
         """``tensors`` are those of the state, by name."""
         action = job.spikes.action
         self.rule = SpikeRule(job.spikes.window, job.spikes.z, action in ("skip", "quarantine"), action == "quarantine")
-        self._tensors = tensors if action != "none" else {}
+        self._tensors = tensors if action not in OFF else {}
         self._weighted = bool(job.data.weights)
         self._known: _Known | None = None
 
@@ -110,14 +117,14 @@ class Spikes:
         new = {sample: outcome.step + 1 for sample in outcome.quarantined if sample not in quarantined}
         if new:
             rows = self._tensors[QUARANTINE][len(quarantined) : len(quarantined) + len(new)]
-            rows.copy_(torch.tensor([(~sample if self._weighted else sample, step) for sample, step in new.items()], dtype=torch.int64))
+            rows.copy_(torch.tensor([(sample, -step if self._weighted else step) for sample, step in new.items()], dtype=torch.int64))
         self._known = _Known(past, quarantined | new, anywhere if self._weighted else frozenset({*anywhere, *new}))
 
     def _read(self) -> _Known:
         if self._known is None:
             past = [(loss, norm) for known, loss, norm in self._tensors[HISTORY].tolist() if known] if self._tensors else []
             rows = self._tensors[QUARANTINE] if self._tensors else torch.empty((0, 2), dtype=torch.int64)
-            written = rows[rows[:, 1] > 0].tolist()
-            quarantined = {~sample if sample < 0 else sample: step for sample, step in written}
-            self._known = _Known(past, quarantined, frozenset(sample for sample, _ in written if sample >= 0))
+            written = dict(rows[rows[:, 1] != 0].tolist())
+            quarantined = {sample: abs(step) for sample, step in written.items()}
+            self._known = _Known(past, quarantined, frozenset(sample for sample, step in written.items() if step > 0))
         return self._known

@@ -25,8 +25,10 @@ from elastic.engine.optim.trial import check_rule
 from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.engine.precision import PRECISIONS
+from elastic.engine.spikes import QUARANTINE, number_in
 from elastic.errors import DataError, JobError, ModelError
 from elastic.forks import Origin
+from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
 from elastic.models.flops import flops_of
@@ -45,6 +47,7 @@ from elastic.train.machine.device import need_of
 from elastic.train.model import AS_IT_IS_THERE, build_model, builder_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session
 from elastic.train.step import Session
+from storage.checkpoints.reader import Reader
 from storage.errors import Unavailable
 from storage.objects import ObjectStore
 from storage.objects.selftest import check
@@ -124,6 +127,9 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     if (newest := run.newest()) is None:
         notes += _initialising(job, model)
     else:
+        at = start.at if start is not None and start.at is not None else newest
+        if at.step:
+            _check_quarantine(job, run.checkpoints.open(at), at)
         if why := misfit(job, lasting, run.checkpoints.open(newest).tensors(), newest):
             raise ModelError(why)
         run.check_code(sources, newest, accept=accept_code)
@@ -141,10 +147,22 @@ def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store
     if why := misfit(start.job, wanted, reader.tensors(), origin.version, AS_IT_IS_THERE):
         raise JobError(f"{start.setting}: {why}")
     if not weights:
+        _check_quarantine(start.job, reader, origin.version)
         try:
             Run(start.job.replace(name=origin.run), store).check_data(build.data)
         except JobError as error:
             raise JobError(f"{start.setting}: {error}") from None
+
+
+def _check_quarantine(job: Job, reader: Reader, version: Version) -> None:
+    """Raises :class:`JobError` if a job that has turned spikes off would read again what is in quarantine at ``version``."""
+    tensors = [each for each in reader.tensors() if each.name == QUARANTINE] if job.spikes.action == "none" else []
+    if number := sum(number_in(data) for tensor in tensors for _, data in reader.read([tensor.whole()])):
+        samples = f"{number} sample{'s' * (number > 1)}"
+        raise JobError(
+            f"spikes.action = 'none' would read again what {version} has in quarantine, {samples}; set it to 'warn', "
+            f"which keeps them out and changes nothing else, or to 'forget', which reads them again"
+        )
 
 
 def _check_again(job: Job, model: nn.Module) -> None:

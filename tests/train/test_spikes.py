@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from elastic.data.cursor import Cursor
 from elastic.engine.loss import next_token
 from elastic.engine.spikes import DTYPES, HISTORY, QUARANTINE, Spikes, tensors_of
 from elastic.engine.world import World
-from elastic.errors import DataError
+from elastic.errors import DataError, JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.batch import deal_of
@@ -193,9 +194,11 @@ def test_g3_the_run_says_what_is_in_quarantine(tmp_path: Path) -> None:
 
 
 def test_g1_a_branch_keeps_the_quarantine(tmp_path: Path) -> None:
-    """G1: a branch with another window begins to fill that one, and keeps the quarantine.  The control: one with "none" forgets it."""
+    """G1: a branch with another window begins to fill that one, and keeps the quarantine, as one that only warns does.  The control: one
+    with "forget" reads the sample again.
+    """
     _, sample = drawn_by(tmp_path, 3, Layout(1, 1), 0)
-    for action, window, again in (("quarantine", 20, 0), ("none", 8, 1)):
+    for action, window, again in (("quarantine", 20, 0), ("warn", 20, 0), ("forget", 8, 1)):
         job = spiky(tmp_path / action, {sample: math.nan}, steps=4)
         local(job)
         wider, said = job.replace(steps=8, spikes={"action": action, "window": window}), list[str]()
@@ -203,9 +206,31 @@ def test_g1_a_branch_keeps_the_quarantine(tmp_path: Path) -> None:
         newest = Run.open(wider).newest()
         assert newest is not None and newest.step == 8
         assert len([text for text in said if "is skipped" in text]) == again
-        if action != "none":
+        if action != "forget":
             assert kept(wider, newest, HISTORY)[:, 0].tolist() == [0] * 16 + [1] * 4
             assert kept(wider, newest, QUARANTINE)[:3, 1].tolist() == [4, 4, 0]
+
+
+def test_g1_no_branch_and_no_fork_forgets_the_quarantine_unasked(tmp_path: Path) -> None:
+    """G1: "none" is refused before anything begins, from wherever the samples are in quarantine.  The controls: a state before that, a
+    branch after one with "forget", and a fork that takes the weights alone.
+    """
+    _, sample = drawn_by(tmp_path, 3, Layout(1, 1), 0)
+    job = spiky(tmp_path, {sample: math.nan}, steps=4, checkpoint={"save_every": 2})
+    local(job)
+    off = job.replace(steps=6, spikes={"action": "none", "window": WINDOW})
+    begin = partial(launch, local=True, show=lambda line: None)
+    refused = r"^spikes.action = 'none' would read again what step 4 of generation 1 has in quarantine, 2 samples; .* 'warn', .* 'forget'"
+    for words in ({"branch": True}, {"resume": 4}):
+        with pytest.raises(JobError, match=refused):
+            begin(off, **words)
+    with pytest.raises(JobError, match=refused):
+        begin(off.replace(name="fork"), resume="toy@4")
+    assert not (tmp_path / "fork").exists() and not (tmp_path / "toy" / "branches").exists()
+    assert begin(off.replace(name="early"), resume="toy@2").step == 6
+    assert begin(off.replace(name="warm", init="toy@4")).step == 6
+    assert begin(off.replace(spikes={"action": "forget", "window": WINDOW}), branch=True).step == 6
+    assert begin(off.replace(steps=8), branch=True).step == 8
 
 
 def shared(bucket: Path, gains: Mapping[int, float], **changes: Any) -> Job:
@@ -237,7 +262,7 @@ def test_g1_a_quarantine_leaves_the_shares_of_a_mixture_alone(ranks: Ranks, tmp_
     before.avoid(dict.fromkeys(mates, skipped.step + 1), mates)
     assert min(sum(each < 16 for each in before.ids(step)) for step in range(1, 13)) < job.global_batch // 4
     rows = kept(job, told.version, QUARANTINE)
-    assert {-1 - each for each in rows[rows[:, 1] > 0][:, 0].tolist()} == mates
+    assert dict(rows[rows[:, 1] != 0].tolist()) == dict.fromkeys(mates, -1 - skipped.step)
 
     alone = train(ranks, shared(tmp_path / "alone", {bad: math.nan}), Layout(1, 1), 12)
     cut = shared(tmp_path / "cut", {bad: math.nan})
@@ -255,7 +280,7 @@ def test_g1_a_quarantine_of_an_earlier_version_is_replaced_as_then(tmp_path: Pat
     spikes.after(Outcome(4, 1, math.nan, (math.nan, 1.0), (1, 1), ((0, 7), (9, 11)), False, quarantined=(0, 7)))
     for each in (spikes, Spikes(job, tensors)):
         assert (each.quarantined, set(each.anywhere)) == ({5: 3, 0: 5, 7: 5}, {5})
-    assert tensors[QUARANTINE][:4].tolist() == [[5, 3], [-1, 5], [-8, 5], [0, 0]]
+    assert tensors[QUARANTINE][:4].tolist() == [[5, 3], [0, -5], [7, -5], [0, 0]]
     plain = spiky(tmp_path, {})
     tensors = {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(plain)}
     Spikes(plain, tensors).after(Outcome(4, 1, math.nan, (math.nan,), (1,), ((0, 7),), False, quarantined=(0, 7)))

@@ -322,7 +322,9 @@ class Run:
         health = last.health
         if branches.abandoned(branched, last.version):  # the steps that come are others
             health = evolve(health, step=min(health.step, found.step))
-        return evolve(found, history=evolve(found.history, **kept), health=health, skips=last.skips.resume(found.step))
+        return evolve(
+            found, history=evolve(found.history, **kept), health=health, skips=last.skips.resume(found.step, forgets=self.job.spikes.off)
+        )
 
     def last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""

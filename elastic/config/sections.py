@@ -293,6 +293,11 @@ class Spikes(Part):
     window: Branch[Annotated[Whole, Field(ge=8)]] = 128
     """Number of steps with which a step is compared, those before it that were not skipped.  Until there are as many, none is a spike."""
 
+    @property
+    def off(self) -> bool:
+        """True if the state has no memory of spikes, and so no quarantine."""
+        return self.action in ("none", "forget")
+
 
 class Network(Part):
     """The network between the workers."""

@@ -48,8 +48,8 @@ LAYERS = "layers"
 
 SELDOM = {each.name: each.default for each in fields(Outcome) if each.name in ("validated", "rescales", "spike", "quarantined", "lr")}
 """Fields of a commit that are left out where they say nothing, each with the value that says nothing."""
-OWN_METRICS = "metrics"
-"""The field of the report of a step that is left out where it says nothing."""
+OF_SOME_STEPS = ("metrics", "quarantined")
+"""Fields of the report of a step that are left out where they say nothing."""
 
 Json = Any
 Segment = tuple[Mapping[str, Json], Sequence[Mapping[str, Json]]]
@@ -310,8 +310,8 @@ def encode(value: object, told: Told | None = None) -> Json:
         return {"$": "Outcome", **rest, **layers, PACKED: packed.pack(value.losses, value.counts, value.samples)}
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} has no form in the journal: {value!r}")
-    silent = OWN_METRICS if isinstance(value, StepDone) and not value.metrics else ""
-    parts = {name: getattr(value, name) for name in _hints(kind) if name != silent}
+    silent = [name for name in OF_SOME_STEPS if not getattr(value, name)] if isinstance(value, StepDone) else ()
+    parts = {name: getattr(value, name) for name in _hints(kind) if name not in silent}
     return {"$": kind.__name__, **{name: each if type(each) in PLAIN else encode(each, told) for name, each in parts.items()}}
 
 

@@ -37,9 +37,19 @@ def step_done(decision: Decision, event: StepDone) -> None:
     committed(decision, event.outcome)
     if event.validated is not None and decision.run.history.contains(version := version_of(event.outcome)):
         _validated(decision, version, event.validated)
+    if event.quarantined and decision.run.history.contains(version_of(event.outcome)):
+        _complete_the_quarantine(decision, event)
     state = decision.run.state
     if isinstance(state, Stopping) and state.planned and event.outcome.boundary == GO_ON:
         decision.do(Pause(state.plan.generation, state.plan.members, state.save))  # the first request was too late for this commit, or lost
+
+
+def _complete_the_quarantine(decision: Decision, event: StepDone) -> None:
+    """Takes note of the samples in quarantine that nobody has told this coordinator of: an earlier one was, or an earlier run."""
+    skips = decision.run.skips.completed(event.quarantined)
+    if more := len(skips.quarantined) - len(decision.run.skips.quarantined):
+        decision.know(skips=skips)
+        decision.say(f"the state has {more} sample{'s' * (more > 1)} in quarantine that the journal did not know of")
 
 
 def all_committed(decision: Decision, outcomes: Iterable[Outcome]) -> None:

@@ -10,7 +10,7 @@ changes, or the scale is already the least one (``engine/loss_scale.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -36,7 +36,8 @@ class Skips:
     quarantined: tuple[tuple[int, int], ...] = ()
     """The samples in quarantine, oldest first, each with the step that put it there: no later step reads it.
 
-    Members read by the list that is part of the state; this one is for those who ask, and may lack what nobody was told.
+    Members read by the list that is part of the state; this one is for those who ask.  It may lack what was lost with a coordinator until
+    the next step is reported.
     """
     resumed: int = 0
     """The step at which the run was resumed last: a row of steps that ends the run begins after it."""
@@ -69,9 +70,26 @@ class Skips:
             quarantined=tuple((sample, since) for sample, since in self.quarantined if since <= step),
         )
 
-    def resume(self, step: int) -> Skips:
-        """Returns the skips of a run that is resumed at ``step``: it may skip as many in a row as any other."""
-        return replace(self.cut(step), resumed=step, failed="")
+    def completed(self, listed: Sequence[tuple[int, int]]) -> Skips:
+        """Returns the skips with those samples in quarantine that only the state knows, which members have ``listed``.
+
+        The steps that put them there were skipped, so they count, too.  Why is not known, so they may have been spikes.
+        """
+        known, found = dict(self.quarantined), self
+        missing = tuple((sample, since) for sample, since in listed if sample not in known)
+        for step in sorted({since for _, since in missing}):
+            if not any(first <= step <= last for first, last in found.stretches):
+                found = replace(found._with(step), spikes=tuple(sorted((*found.spikes, step)))[-KEPT:])
+        whole = sorted((*self.quarantined, *missing), key=lambda pair: pair[1])
+        return replace(found, quarantined=tuple(whole)) if missing else self
+
+    def resume(self, step: int, *, forgets: bool = False) -> Skips:
+        """Returns the skips of a run that is resumed at ``step``: it may skip as many in a row as any other.
+
+        ``forgets`` says that it reads again what was in quarantine.
+        """
+        found = replace(self.cut(step), resumed=step, failed="")
+        return replace(found, quarantined=()) if forgets else found
 
     def _with(self, step: int) -> Skips:
         joined = list[tuple[int, int]]()

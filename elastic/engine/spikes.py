@@ -30,15 +30,13 @@ oldest first.  In a mixture with weights the step is negative, for a sample that
 wrote the step itself there and replaced the sample by one of any source; such a row still means that.  Rows of zeros stand for nothing.
 """
 DTYPES = {"F64": torch.float64, "I64": torch.int64}
-OFF = ("none", "forget")
-"""Values of ``spikes.action`` with which there is no memory.  With the first of them a run that has samples in quarantine is refused."""
 MOST = 10_000
 """Largest number of samples in quarantine.  A data set with more of them needs cleaning."""
 
 
 def tensors_of(job: Job) -> tuple[Tensor, ...]:
     """Returns the tensors that the job adds to the state."""
-    if job.spikes.action in OFF:
+    if job.spikes.off:
         return ()
     return Tensor(HISTORY, "scalar", "F64", (job.spikes.window, 3)), Tensor(QUARANTINE, "scalar", "I64", (MOST, 2))
 
@@ -63,7 +61,7 @@ class Spikes:
         """``tensors`` are those of the state, by name."""
         action = job.spikes.action
         self.rule = SpikeRule(job.spikes.window, job.spikes.z, action in ("skip", "quarantine"), action == "quarantine")
-        self._tensors = tensors if action not in OFF else {}
+        self._tensors = {} if job.spikes.off else tensors
         self._weighted = bool(job.data.weights)
         self._known: _Known | None = None
 
@@ -71,6 +69,10 @@ class Spikes:
     def quarantined(self) -> Mapping[int, int]:
         """The samples in quarantine, each with the first step that does not read it."""
         return self._read().quarantined
+
+    def put_there(self) -> dict[int, int]:
+        """Returns the samples in quarantine, oldest first, each with the step that put it there."""
+        return {sample: first - 1 for sample, first in self.quarantined.items()}
 
     @property
     def anywhere(self) -> Collection[int]:

@@ -176,6 +176,10 @@ class StepDone:
     """The loss on held-out samples after the last step of the run; that of any other step is told by the next commit."""
     metrics: tuple[tuple[str, float], ...] = ()
     """Numbers by name that the user's own loop tells of the step; none if the step is told again."""
+    quarantined: tuple[tuple[int, int], ...] = ()
+    """All samples in quarantine after the step, each with the step that put it there.  They are told with the first step that a member
+    reports in a world, or to a coordinator, which may not know what an earlier one did; with other steps there are none.
+    """
 
 
 @dataclass(frozen=True)

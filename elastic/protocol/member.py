@@ -81,6 +81,8 @@ class Member:
         """The generation whose fence is not answered yet, 0 if there is none; and whether the answer was asked to be whole."""
         self._answered = 0
         """The generation whose fence was answered last."""
+        self._listed = (0, 0)
+        """The coordinator, and the generation, to which the samples in quarantine were told last."""
 
     @property
     def generation(self) -> int:
@@ -291,6 +293,11 @@ class Member:
         """Returns ``event``, and repeats it to every coordinator that takes over before the world is left."""
         self._said.append(event)
         return event
+
+    def lists(self) -> bool:
+        """Returns whether the report of a step tells all samples in quarantine: the first one in this world, or to this coordinator."""
+        before, self._listed = self._listed, (self.incarnation, self.generation)
+        return before != self._listed
 
     def attached(self) -> tuple[Event, ...]:
         """Returns what a new coordinator is told: where this member stands, and everything that may have been lost with the one before.

@@ -149,6 +149,7 @@ class Coordinator:
             coordinators.begins(self)
         if decided is not self._judged:
             sim.oracle.judge(before, event, transition, self)
+        sim.spikes.hears(transition)
         if transition.durable:
             self.acted_to = self.journal.disk.end
         for action in transition.actions:

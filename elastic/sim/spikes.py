@@ -7,17 +7,21 @@ state says from then on: a world that begins from an earlier version reads it ag
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastic.ids import Version
 from elastic.protocol.commit_record import Outcome, Spike
+from elastic.protocol.events import StepDone
 from elastic.sim.truth import base_of, expanded
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
+    from elastic.control.decision import Transition
     from elastic.control.run import RunState
+    from elastic.protocol.member import Member
     from elastic.protocol.plan import Plan
     from elastic.sim.simulation import Simulation
 
@@ -36,6 +40,10 @@ class Spikes:
         self.sim, draw = sim, random.Random(f"spikes {sim.seed}")
         self.corrupt = frozenset(draw.sample(range(SAMPLES), draw.choice(CORRUPT)))
         self.held: dict[Version, Mapping[int, int]] = {Version(0, 0): {}}
+        self.reported: set[tuple[int, Version]] = set()
+        """The incarnation of the coordinator that world rank 0 obeyed when it reported a step, and that version."""
+        self.heard: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        """The (step, generation) that put samples into quarantine, and of which a coordinator has taken note, by its incarnation."""
 
     def seen(self, plan: Plan, outcome: Outcome) -> Outcome:
         """Returns the outcome of a step as the members of ``plan`` conclude it from the state before the step."""
@@ -48,10 +56,27 @@ class Spikes:
         self.sim.oracle.occasions["a spike is skipped"] += not outcome.applies
         return outcome
 
+    def listed(self, outcome: Outcome, member: Member) -> tuple[tuple[int, int], ...]:
+        """Returns what ``member``, world rank 0, reports of the quarantine that the state after ``outcome`` holds."""
+        version = Version(outcome.step, outcome.generation)
+        self.reported.add((member.incarnation, version))
+        return tuple(self.held[version].items()) if member.lists() else ()
+
+    def hears(self, transition: Transition) -> None:
+        """Notes what a coordinator has taken note of."""
+        run = transition.run
+        for each in transition.taken:
+            if not isinstance(each, StepDone) or not run.history.contains(version := Version(each.outcome.step, each.generation)):
+                continue
+            if (run.incarnation, version) in self.reported:  # this report, or one before it, has told this coordinator all
+                by = expanded(run.history.lineage)
+                self.heard[run.incarnation].update((step, by[step - 1]) for step in self.held[version].values())
+        self.sim.oracle.occasions["a quarantine that was lost is listed"] += "that the journal did not know of" in transition.reason
+
     def judge(self, run: RunState) -> None:
         """Checks the lineage of a run that has ended: no step reads what was in quarantine before it, and the coordinator knows what is.
 
-        It need not know what no coordinator was told, nor what was lost with an earlier one: then the state alone knows it.
+        It need not know what no coordinator was told.  If something was lost with an earlier one, it must know what it was told itself.
         """
         quarantine, skipped, told = dict[int, int](), set[int](), self.sim.oracle.told
         for step, generation in enumerate(expanded(run.history.lineage), 1):
@@ -63,7 +88,8 @@ class Spikes:
             skipped |= set() if outcome.applies or (step, generation) not in told else {step}
         known, occasions = dict(run.skips.quarantined), self.sim.oracle.occasions
         if any(occasions[each] for each in LOST):
-            skipped = set()
+            by = expanded(run.history.lineage)
+            skipped = {step for step in skipped if (step, by[step - 1]) in self.heard[run.incarnation]}
         if not known.items() <= quarantine.items() or not {each for each in quarantine.values() if each in skipped} <= {*known.values()}:
             raise Violation(f"the coordinator knows the quarantine {known}, and it is {quarantine}")
         if run.skips.total != len(known):

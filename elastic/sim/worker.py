@@ -252,7 +252,8 @@ class Worker(Process):
         self._update_done(outcome, settled=False)
         assert self.world is not None
         if self.world.plan.members[0] == self.name:
-            self.report(StepDone(self.name, outcome.generation, outcome))
+            listed = self.sim.spikes.listed(outcome, self.member)
+            self.report(StepDone(self.name, outcome.generation, outcome, quarantined=listed))
         self._answer(self.member.answer())
         if self.member.leaving:
             self._follow_settlement()

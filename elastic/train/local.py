@@ -152,6 +152,7 @@ class _Local:
         self.sinks.hand_on(self.lineage)  # what they lack of earlier processes
         go(self.apply_fence, self.plan, state.shard)
         self.show_sentence(decay_line(state))
+        self.skips = self.skips.completed(tuple(state.spikes.put_there().items()))
         self.step = state.shard.version.step
         if not self.step and not job.offloads:
             check_loss(self.session, state, initialised=True)

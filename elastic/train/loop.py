@@ -256,7 +256,10 @@ class Trainer(Controlled):
             if self.session.meter.first:
                 print(f"{self.worker}: generation {plan.generation}: {memory_line(self.session.meter.held)}", flush=True)
             if world.rank == 0:
-                self.report(StepDone(self.worker, plan.generation, outcome, state.arithmetic.of(outcome), metrics=metrics))
+                with self.apply_fence as member:
+                    listed = tuple(state.spikes.put_there().items()) if member.lists() else ()
+                work = state.arithmetic.of(outcome)
+                self.report(StepDone(self.worker, plan.generation, outcome, work, metrics=metrics, quarantined=listed))
             if self.session.snapshots is not None:
                 self.session.snapshots.committed(outcome, state.shard)
             effects.committed(outcome.step)

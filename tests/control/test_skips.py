@@ -231,6 +231,34 @@ def test_g1_what_was_given_up_is_not_in_quarantine() -> None:
     assert skips.quarantined == ((20, 2), (50, 5), (60, 6)), "a sample is listed once"
     assert skips.cut(8) is skips and skips.cut(5).quarantined == ((20, 2), (50, 5)) and skips.cut(1) == Skips()
     assert replace(skips, stretches=()).cut(5).quarantined == ((20, 2), (50, 5))
+    assert skips.resume(5).quarantined == ((20, 2), (50, 5)) and skips.resume(5, forgets=True).quarantined == ()
+
+
+def test_g1_a_coordinator_learns_what_is_in_quarantine_from_the_state() -> None:
+    """G1: a report with the list of the state completes what is known, each step counted once, and the next report adds nothing.  A list of
+    a step that is not on the lineage says nothing.  The control: the same report without the list.
+    """
+    told = ((10, 1), (11, 1), (20, 2), (40, 4))
+    for listed, known, total in ((told, told, 4), ((), ((20, 2),), 2)):
+        play = stepping(2, save_every=100)
+        play.step(1)
+        for step in (2, 3):
+            play.tell(StepDone(play.plan.members[0], 1, replace(commit(step, *NAN), quarantined=(20,) if step == 2 else (), generation=1)))
+        play.tell(StepDone(play.plan.members[0], 7, replace(play.commit(4), generation=7), quarantined=((30, 3),)))
+        play.step(4)
+        said = play.tell(StepDone(play.plan.members[0], 1, play.commit(5), quarantined=listed))
+        assert (play.run.skips.quarantined, play.run.skips.total) == (known, total)
+        assert said == ("the state has 3 samples in quarantine that the journal did not know of" if listed else "")
+        before, event = play.run, StepDone(play.plan.members[0], 1, play.commit(6), quarantined=listed)
+        assert play.tell(event) == "" and play.run.skips is before.skips
+        assert ("quarantined" in codec.encode(event)) == bool(listed) and codec.decode(StepDone, codec.encode(event)) == event
+
+
+def test_g1_what_the_state_lists_counts_once_beside_stretches_that_are_not_kept() -> None:
+    skips = Skips(stretches=((100, 101),), earlier=7, quarantined=((5, 101),))
+    found = skips.completed(((1, 3), (2, 3), (5, 101), (9, 102)))
+    assert (found.total, found.stretches, found.quarantined) == (11, ((3, 3), (100, 102)), ((1, 3), (2, 3), (5, 101), (9, 102)))
+    assert found.completed(found.quarantined) is found
 
 
 def test_g1_many_spikes_in_a_row_end_the_run() -> None:

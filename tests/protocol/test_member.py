@@ -327,6 +327,19 @@ def test_the_acknowledgements_and_their_dumb_twin_agree(words: list[tuple[bool, 
 # ---- another coordinator
 
 
+def test_the_quarantine_is_listed_once_for_each_world_and_coordinator() -> None:
+    member, found = stepping(), list[bool]()
+    for order in (lambda: None, lambda: member.heed(2), lambda: member.heed(2), lambda: member.heed(1)):
+        order()
+        found += [member.lists(), member.lists()]
+    assert found == [True, False, True, False, False, False, False, False]
+    member.fence(1)
+    member.settle(1, None)
+    member.leave()
+    entered(member, 2)
+    assert [member.lists(), member.lists()] == [True, False]
+
+
 def test_a_new_coordinator_is_told_all_that_may_be_lost() -> None:
     member = stepping()
     said: list[Event] = [member.say(Here(ME, 1)), member.say(Ready(ME, 1))]

@@ -206,6 +206,7 @@ def test_g1_a_branch_keeps_the_quarantine(tmp_path: Path) -> None:
         newest = Run.open(wider).newest()
         assert newest is not None and newest.step == 8
         assert len([text for text in said if "is skipped" in text]) == again
+        assert any("2 samples are in quarantine" in each for each in said[-1:]) == (action != "forget"), "it counts what the state has"
         if action != "forget":
             assert kept(wider, newest, HISTORY)[:, 0].tolist() == [0] * 16 + [1] * 4
             assert kept(wider, newest, QUARANTINE)[:3, 1].tolist() == [4, 4, 0]

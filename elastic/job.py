@@ -127,6 +127,11 @@ class Job(Part):
     """
     compile: Branch[Flag] = False
     """``true`` compiles each block of the model.  New worlds, and workers on new nodes, reuse the compiled code."""
+    attention: Branch[Literal["auto", "flash-4"]] = "auto"
+    """The kernel by which models attend that let the engine choose, as all of ``elastic.models`` do.  ``auto``: torch's fastest, or
+    FlexAttention where ``reproducible`` asks for a fixed order and blocks are compiled.  ``flash-4``: the package flash-attn-4, which is
+    faster, also in a fixed order; every node needs it, and GPUs of compute capability 9.0 or 10.0.  The bits are others with each.
+    """
     recompute: Branch[Literal["none", "block", "sqrt", "attention", "selective", "auto"] | Annotated[Number, Field(gt=0, lt=1)]] = "auto"
     """The part of each block that the backward pass computes again, so that it need not be kept: ``block`` is all but its input, a third
     more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds more; ``attention`` is attention alone;
@@ -440,5 +445,8 @@ _LATER: dict[str, dict[str, Any]] = {
 A setting with that value is left out of the digest, and a section without others too, so that the digest of an older run stays the same.
 """
 
-BEFORE: dict[str, Any] = {"numerics": 1, "init": "", "recompute": "none", "activations": "keep", "loss_scale": "dynamic", "loop": ""}
+BEFORE: dict[str, Any] = {
+    **{"numerics": 1, "init": "", "loop": ""},
+    **{"recompute": "none", "attention": "auto", "activations": "keep", "loss_scale": "dynamic"},
+}
 """The settings of the top level that a run has whose ``job.json`` does not name them.  The digest leaves these values out, as above."""

@@ -43,6 +43,7 @@ OTHER: dict[str, Any] = {
     "compile": True,
     "recompute": "block",
     "activations": "int8",
+    "attention": "flash-4",
     "offload": "optimizer",
     "offload_folder": "/other/disk",
     "offload_buffer_gb": 2.0,
@@ -133,6 +134,7 @@ OTHER: dict[str, Any] = {
 }
 """Another value of each setting than that of :data:`BASE`, or the default."""
 WITH: dict[str, dict[str, Any]] = {
+    "attention": {"precision": "bf16", "workers.gpus": 1},
     "offload": {"parallel.zero": 1},
     "parallel.bucket_elements": {"parallel.zero": 1},
     "offload_folder": {"offload": "optimizer", "parallel.zero": 1},

@@ -447,8 +447,7 @@ TRAJECTORY = {
     "precision": "bf16",
     "compile": True,
     "recompute": "block",
-    "activations": "int8",
-    "loss_scale": 2.0,
+    **{"activations": "int8", "attention": "flash-4", "loss_scale": 2.0},
     "data": Data(weights=(1.0,), group_by_length=True),
     "optim": Optim(lr=1),
     "schedule": Schedule(warmup_steps=1),
@@ -462,8 +461,8 @@ TRAJECTORY = {
 def test_the_digest_is_of_the_trajectory_and_of_nothing_else() -> None:
     """Promise 1: the cluster never enters, everything else does."""
     assert job(**CLUSTER).digest == job().digest
-    with_fp16 = {"loss_scale": {"precision": "fp16"}}
-    digests = {job(**with_fp16.get(setting, {}), **{setting: value}).digest for setting, value in TRAJECTORY.items()}
+    needed = {"loss_scale": {"precision": "fp16"}, "attention": {"precision": "bf16", "workers": {"gpus": 1}}}
+    digests = {job(**needed.get(setting, {}), **{setting: value}).digest for setting, value in TRAJECTORY.items()}
     assert len(digests | {job().digest}) == len(TRAJECTORY) + 1
     assert set(CLUSTER) | set(TRAJECTORY) == set(Job.model_fields)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from elastic.config.sections import KERNELS_SINCE
 from elastic.plan.mixture import MOST_TURNS, shares
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def disagreements(job: Job) -> Iterator[str]:
             "data.group_by_length = true with compile = true and reproducible = true: what is compiled for a length depends on which "
             "lengths a process has seen before; leave one of the three out"
         )
-    for more in (_schedule, _ramp, _weights):
+    for more in (_schedule, _ramp, _weights, _attention):
         yield from more(job)
     yield from _unused(job.optim)
     if job.parallel.zero == 0 and (job.parallel.dp_shard not in (1, "auto") or job.parallel.min_shard > 1):
@@ -125,6 +126,16 @@ def _offload(job: Job) -> Iterator[str]:
             f"copies.copy_every = {job.copies.copy_every} with {named}: the state lives in the memory of the copies, so each step makes "
             f"one; set copies.copy_every to 1, or leave it out"
         )
+
+
+def _attention(job: Job) -> Iterator[str]:
+    if job.attention != "flash-4":
+        return
+    if job.precision == "fp32" or not job.workers.gpus:
+        name, value, fix = ("precision", job.precision, "'bf16'") if job.precision == "fp32" else ("workers.gpus", job.workers.gpus, "1")
+        yield f"attention = 'flash-4' is for 16 bits on a GPU, and {name} = {value!r}; set it to {fix}, or attention to 'auto'"
+    if job.numerics < KERNELS_SINCE:
+        yield f"attention = 'flash-4' is not in numerics = {job.numerics}; set attention to 'auto', or begin a new run without numerics"
 
 
 def _schedule(job: Job) -> Iterator[str]:

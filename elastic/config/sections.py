@@ -26,6 +26,9 @@ from elastic.config.values import (
     interface_name,
 )
 
+KERNELS_SINCE = 3
+"""The first ``numerics`` with a fused loss, and with other kernels of attention than torch's."""
+
 
 class Part(BaseModel):
     """A group of settings.  It is immutable, and refuses a key that is not declared."""

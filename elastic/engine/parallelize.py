@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from elastic.config.sections import KERNELS_SINCE
 from elastic.engine.activations import apply_activations
 from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.gathers import COLLECTIVES
@@ -29,12 +30,12 @@ from elastic.engine.sync.base import Scheme
 from elastic.engine.sync.collective import Collective
 from elastic.engine.sync.ordered import Ordered
 from elastic.engine.world import World
+from elastic.errors import JobError
+from elastic.imports import failure
 from elastic.job import Job
+from elastic.kernels.attention import PACKAGE, Kernel, open_flash_4
 from elastic.models.spec import ShardingTable
 from elastic.plan.batch import deal_of
-
-KERNELS_SINCE = 3
-"""The first ``numerics`` with a fused loss, and with FlexAttention: in reproducible runs, and where documents are kept apart."""
 
 
 def parallelize(
@@ -50,6 +51,8 @@ def parallelize(
     deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
     scheme = scheme_of(job)(world, deal, deferred=job.parallel.zero == 1)
     apply_kernels(blueprint, world.device, job)
+    if getattr(blueprint, "attends", None) is Kernel.FLASH_4:
+        _open_flash_4()
     precision = precision_of(job)
     if precision.fp8 is not None:
         apply_fp8(blueprint, table, precision.fp8)
@@ -87,11 +90,24 @@ def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:
     if job.numerics < KERNELS_SINCE:
         return
     dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
-    flexes = job.compile and device.type == "cuda" and not dropout
+    flex = Kernel.FLEX if job.compile and device.type == "cuda" and not dropout else Kernel.TORCH
+    plain = flex if job.reproducible else Kernel.TORCH
+    if job.attention == "flash-4" and device.type == "cuda":
+        plain = Kernel.FLASH_4
     fuses = not is_scaled(job)  # the fused loss computes its gradient before it knows the scale
-    for name, value in {"fuses_loss": fuses, "flexes": flexes and job.reproducible, "flexes_documents": flexes}.items():
+    for name, value in {"fuses_loss": fuses, "attends": plain, "attends_in_documents": flex}.items():
         if hasattr(model, name):
             setattr(model, name, value)
+
+
+def _open_flash_4() -> None:
+    try:
+        open_flash_4()
+    except (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise JobError(
+            f"attention = 'flash-4': {failure(error)}; install {PACKAGE} on every node, with GPUs of compute capability 9.0 or 10.0, or "
+            f"set attention to 'auto'"
+        ) from error
 
 
 def scheme_of(job: Job) -> type[Scheme]:

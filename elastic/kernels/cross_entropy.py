@@ -55,7 +55,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """Returns ``total + left @ right`` in float32 at least."""
     wide = torch.promote_types(left.dtype, torch.float32)
-    if left.device.type != "cuda" or left.dtype == wide:
+    if left.device.type != "cuda" or left.dtype == wide or type(left) is not Tensor:  # torch 2.11 cannot imagine what is below
         product = left.to(wide) @ right.to(wide)
         return product if total is None else total.add_(product)
     if total is None:

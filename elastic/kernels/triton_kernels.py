@@ -6,6 +6,7 @@ are written out where torch's kernels have them, and forbidden elsewhere, so tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
@@ -70,33 +71,75 @@ class AdamW:
     eps: float
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@dataclass(frozen=True)
+class Rounding:
+    """Says how two moments are rounded to bfloat16 (``engine/optim/rounding.py``): by the places of elements in the whole tensor.
+
+    The element ``i`` of the slice is the element ``first + i // run * whole + i % run`` of the tensor.
+    """
+
+    first: int
+    run: int
+    whole: int
+    keys: Sequence[int]
+    """Two words of 32 bits for each moment."""
+
+
+@triton.jit
+def _mixed(words):  # type: ignore[no-untyped-def]
+    words = (words ^ (words >> 16)) * 0x7FEB352D
+    words = (words ^ (words >> 15)) * 0x846CA68B
+    return words ^ (words >> 16)
+
+
+@triton.jit
+def _rounded(values, places, key0, key1):  # type: ignore[no-untyped-def]
+    low, high = places.to(tl.uint32), (places >> 32).to(tl.uint32)
+    bits = _mixed(_mixed(low ^ key0.to(tl.uint32)) ^ high ^ key1.to(tl.uint32)) >> 16
+    words = (values.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000
+    return words.to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+_KEYS = ("first", "run", "whole", "average0", "average1", "square0", "square1")
+
+
+@triton.jit(do_not_specialize=_KEYS)  # type: ignore[untyped-decorator]
 def _adamw(  # type: ignore[no-untyped-def]
-    values, grads, averages, squares, count, inverse, clip, keep, lerp, beta2, part2, step_size, root, eps, BLOCK: tl.constexpr
-):
+    values, grads, averages, squares, count, inverse, clip, keep, lerp, beta2, part2, step_size, root, eps,
+    first, run, whole, average0, average1, square0, square1, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
     grad = tl.load(grads + at, mask=here)
     grad = libdevice.mul_rn(libdevice.mul_rn(grad, inverse), clip)
     value = libdevice.mul_rn(tl.load(values + at, mask=here), keep)
-    average = tl.load(averages + at, mask=here)
+    average = tl.load(averages + at, mask=here).to(tl.float32)
     average = libdevice.fma_rn(lerp, libdevice.sub_rn(grad, average), average)
-    square = libdevice.mul_rn(tl.load(squares + at, mask=here), beta2)
+    square = libdevice.mul_rn(tl.load(squares + at, mask=here).to(tl.float32), beta2)
     square = libdevice.fma_rn(part2, libdevice.mul_rn(grad, grad), square)
     below = libdevice.add_rn(libdevice.div_rn(libdevice.sqrt_rn(square), root), eps)
     value = libdevice.fma_rn(step_size, libdevice.div_rn(average, below), value)
     tl.store(values + at, value, mask=here)
+    if ROUNDS:
+        places = first + at // run * whole + at % run
+        average, square = _rounded(average, places, average0, average1), _rounded(square, places, square0, square1)
     tl.store(averages + at, average, mask=here)
     tl.store(squares + at, square, mask=here)
 
 
-def adamw_(values: Tensor, grads: Tensor, averages: Tensor, squares: Tensor, by: AdamW) -> None:
-    """Divides, clips and applies the gradient of one tensor in one pass over memory.  All are float32 and contiguous."""
+def adamw_(values: Tensor, grads: Tensor, averages: Tensor, squares: Tensor, by: AdamW, rounding: Rounding | None = None) -> None:
+    """Divides, clips and applies the gradient of one tensor in one pass over memory.  All are float32 and contiguous.
+
+    With ``rounding`` the moments are bfloat16.
+    """
     count = values.numel()
     if count:
+        place = rounding or Rounding(0, 1, 1, (0,) * 4)
         _adamw[(triton.cdiv(count, BLOCK),)](
             *(values, grads, averages, squares, count),
             *(1 / by.divide, by.clip, by.keep, 1 - by.beta1, by.beta2, 1 - by.beta2, -by.step_size, by.root, by.eps),
+            *(place.first, place.run, place.whole, *(key - (key >> 31 << 32) for key in place.keys)),  # Triton takes signed words
+            ROUNDS=rounding is not None,
             BLOCK=BLOCK,
             num_warps=4,
         )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic.kernels.attention import Mask, attention_mask, causal_attention, positions_of
+from elastic.kernels.attention import Kernel, Mask, attention_mask, causal_attention, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.flops import matrix_parameters
 from elastic.models.spec import ShardingTable, with_preset
@@ -67,7 +67,8 @@ class GPT2(nn.Module):
     ``documents`` and the three names below are as in :class:`elastic.models.llama.Llama`.
     """
 
-    fuses_loss = flexes = flexes_documents = False
+    fuses_loss = False
+    attends = attends_in_documents = Kernel.TORCH
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class GPT2(nn.Module):
             raise ValueError(f"model_args.length = {self.length} is shorter than a sequence, {seq}; set it to {seq} or more")
         positions = torch.arange(seq, device=tokens.device) if documents is None else positions_of(documents)
         x = self.dropout(self.embedding(tokens) + self.positions(positions))
-        mask = attention_mask(tokens, documents, self.flexes if documents is None else self.flexes_documents)
+        mask = attention_mask(tokens, documents, self.attends if documents is None else self.attends_in_documents)
         for layer in self.layers:
             x = layer(x, mask)
         x = self.norm(x)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic.kernels.attention import Mask, attention_mask, causal_attention, positions_of
+from elastic.kernels.attention import Kernel, Mask, attention_mask, causal_attention, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.flops import matrix_parameters
 from elastic.models.spec import ShardingTable, with_preset
@@ -83,9 +83,10 @@ class Llama(nn.Module):
     With ``documents``, integers of shape [batch, seq], a token attends to its own document only, and its position is that within it.
     """
 
-    fuses_loss = flexes = flexes_documents = False
-    """The engine sets them.  The first lets :func:`elastic.engine.loss.next_token` give the targets to the model, the others let it attend
-    by FlexAttention, without and with documents.
+    fuses_loss = False
+    attends = attends_in_documents = Kernel.TORCH
+    """The engine sets them.  The first lets :func:`elastic.engine.loss.next_token` give the targets to the model, the others say how it
+    attends, without and with documents.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Llama(nn.Module):
         rope = rotary(tokens.shape[1], self.head_dim, self.rope_base, tokens.device, self.rope_scaling)
         if documents is not None:
             rope = rope[:, positions_of(documents)]
-        mask = attention_mask(tokens, documents, self.flexes if documents is None else self.flexes_documents)
+        mask = attention_mask(tokens, documents, self.attends if documents is None else self.attends_in_documents)
         for layer in self.layers:
             x = layer(x, rope, mask)
         x = self.norm(x)

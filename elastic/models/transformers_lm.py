@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from elastic.kernels.attention import causal_attention, causal_mask
+from elastic.kernels.attention import Kernel, Mask, causal_attention, causal_mask
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.pretrained import Rename, check_weights, load_weights, same
 from elastic.models.spec import ShardingTable
@@ -41,7 +41,7 @@ except ImportError as error:
 
 LIBRARY = "transformers"
 """The library whose version makes part of the bits, so that it must be the same for all members."""
-TORCH, FLEX = "elastic", "elastic_flex"
+TORCH, FLEX, FLASH_4 = "elastic", "elastic_flex", "elastic_flash_4"
 """Names under which the library knows our attention: by torch's default on the device, and by FlexAttention."""
 SMALLEST = 16
 """Smallest size of a head with which FlexAttention works."""
@@ -65,7 +65,7 @@ def build(config: Mapping[str, Any] | None = None, path: str | None = None, pret
     if _attends_by_torch(model):
         model.config._attn_implementation = TORCH
         if model._supports_flex_attn:
-            model.flexes = False
+            model.attends = Kernel.TORCH
     blind = {type(module).__name__ for module in model.modules() if getattr(module, "is_causal", None) is False}
     if blind:
         raise ValueError(
@@ -126,7 +126,7 @@ class Fitted:
     """A part of a model's class that has what the engine asks of a model: tokens, int64 [batch, seq] -> logits [batch, seq, vocab].
 
     With targets, int64 [batch, seq], it returns the sum of their cross-entropies instead, a float32 scalar, and never makes the logits.  A
-    model has the attributes ``fuses_loss`` and ``flexes``, by which the engine chooses, only if it can do so.  The library's own
+    model has the attributes ``fuses_loss`` and ``attends``, by which the engine chooses, only if it can do so.  The library's own
     ``init_weights()`` serves: it leaves alone what the constructor initialised, which is everything unless the model was built on meta.
     Weights from a folder come after it.
     """
@@ -135,8 +135,8 @@ class Fitted:
     """Reads the weights."""
 
     def forward(self: Any, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        if hasattr(self, "flexes"):
-            self.config._attn_implementation = FLEX if self.flexes else TORCH
+        if hasattr(self, "attends"):
+            self.config._attn_implementation = {Kernel.FLEX: FLEX, Kernel.FLASH_4: FLASH_4}.get(self.attends, TORCH)
         if targets is None:
             return super().forward(**_inputs(tokens)).logits  # type: ignore[misc]
         head = self.get_output_embeddings()
@@ -222,7 +222,7 @@ def _attends_by_torch(model: Any) -> bool:
 
 
 def attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -237,15 +237,17 @@ def attend(
     ``query``, ``key`` and ``value`` are [batch, heads, seq, dim], and the first result is [batch, seq, heads, dim].  A :class:`BlockMask`
     comes from :func:`flex_mask`, which gives it where the library has no mask.
     """
-    flex = attention_mask if isinstance(attention_mask, BlockMask) else None
+    chosen: Mask = attention_mask if isinstance(attention_mask, BlockMask) else None
+    if module.config._attn_implementation == FLASH_4:
+        chosen = Kernel.FLASH_4
     mask = None if isinstance(attention_mask, BlockMask) else attention_mask
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     others = [name for name in ("position_bias", "softcap") if more.get(name) is not None]
     if mask is not None or not causal or query.shape[2] != key.shape[2] or others:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal, **more)
     if dropout or query.shape[3] < SMALLEST:
-        flex = None
-    return causal_attention(query, key, value, flex, dropout, scaling).transpose(1, 2).contiguous(), None
+        chosen = None
+    return causal_attention(query, key, value, chosen, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
 def torch_mask(*, attention_mask: Tensor | None = None, **facts: Any) -> Tensor | None:
@@ -260,6 +262,6 @@ def flex_mask(*, q_length: int, kv_length: int, device: torch.device, **facts: A
     return causal_mask(q_length, device) if found is None and q_length == kv_length and not both_ways else found
 
 
-for _name, _mask in ((TORCH, torch_mask), (FLEX, flex_mask)):
+for _name, _mask in ((TORCH, torch_mask), (FLEX, flex_mask), (FLASH_4, torch_mask)):
     AttentionInterface.register(_name, attend)
     AttentionMaskInterface.register(_name, _mask)

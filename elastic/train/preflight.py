@@ -31,6 +31,7 @@ from elastic.forks import Origin
 from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
+from elastic.kernels.attention import Kernel
 from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount, explained
 from elastic.plan.placement import cell_of, number_of_cells
@@ -133,7 +134,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         if why := misfit(job, lasting, run.checkpoints.open(newest).tensors(), newest):
             raise ModelError(why)
         run.check_code(sources, newest, accept=accept_code)
-    notes += _packing(job, model, session.loader.dataset)
+    notes += _attention(job, model, session.loader.dataset)
     if local:
         return Checked(build, [*notes, *_unused(job)], sources)
     notes += [*_copying(job, state_bytes), *_hosting(job, tensors)]
@@ -363,16 +364,32 @@ def _check_flops(model: nn.Module, job: Job) -> None:
         ) from error
 
 
-def _packing(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
-    """Returns a sentence about attention within documents that is slow."""
-    if not job.workers.gpus or getattr(dataset, "documents", False) is not True:
+def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
+    """Returns sentences about how the model attends on a GPU, if it lets the engine choose.
+
+    Raises :class:`ModelError` if it cannot attend by the kernel that the job names.
+    """
+    if not job.workers.gpus:
         return []
     apply_kernels(model, torch.device("cuda"), job)
-    if getattr(model, "flexes_documents", True):
-        return []
+    packed, own = getattr(dataset, "documents", False) is True, getattr(model, "attends", None)
+    if job.attention == "flash-4":
+        dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+        reasons = {
+            f"{job.model!r} attends by itself": own is None,
+            "the model has dropout": dropout,
+            "data.args.documents = true keeps documents apart": packed,
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise ModelError(f"attention = 'flash-4' knows nothing of it: {reason}; set attention to 'auto'")
+    chosen = getattr(model, "attends_in_documents", own) if packed else own
+    said = [f"attention is by {chosen.value}"] if isinstance(chosen, Kernel) else []
+    if not packed or chosen is Kernel.FLEX:
+        return said
     return [
+        *said,
         "data.args.documents = true: without FlexAttention, attention within documents is slow on a GPU, and needs a mask of seq_len × "
-        "seq_len; FlexAttention needs compile = true and a model without dropout"
+        "seq_len; FlexAttention needs compile = true and a model without dropout",
     ]
 
 

@@ -151,7 +151,7 @@ IMPORTS = {
             *("elastic.train.*", "elastic.state.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*"),
             *("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
             *("elastic.branches", "elastic.config.sections", "elastic.forks", "elastic.metrics", "elastic.resume", "elastic.retention"),
-            *("elastic.sinks.port", "elastic.sources", *NAMES),
+            *("elastic.sinks.port", "elastic.sources", "elastic.kernels.attention", *NAMES),
         ),
         ("numpy", "torch"),
     ),

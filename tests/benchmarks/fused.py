@@ -14,7 +14,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +41,13 @@ class Pair:
     plain: Function
     inputs: list[Tensor]
     rest: tuple[Tensor, ...] = ()
+    weights: Sequence[Tensor] = ()
+    """Tensors besides ``inputs`` whose gradients are part of the work."""
 
     def results(self, function: Function) -> list[Tensor]:
-        """Returns the output and the gradients of the inputs."""
+        """Returns the output and the gradients of the inputs and weights."""
         out = function(*self.inputs, *self.rest)
-        return [out.detach(), *torch.autograd.grad(out, self.inputs, torch.ones_like(out))]
+        return [out.detach(), *torch.autograd.grad(out, [*self.inputs, *self.weights], torch.ones_like(out))]
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -74,35 +76,54 @@ def pairs(size: str, device: str, dtype: torch.dtype) -> dict[str, Pair]:
     block = model.to(device, dtype).layers[0]
     rope = rotary(tokens, model.head_dim, model.rope_base, torch.device(device))
     targets = torch.randint(-vocab // 8, vocab, (tokens,), generator=draw, device=device).clamp_min(-1)
+    weights = list(block.parameters())  # a compiled block computes their gradients in any case
     return {
         "loss": Pair(cross_entropy, plain_loss, [random(tokens, dim), random(vocab, dim, scale=dim**-0.5)], (targets,)),
         "RMSNorm": Pair(torch.compile(rms_norm), rms_norm, [random(tokens, dim), random(dim)]),
         "SwiGLU": Pair(torch.compile(swiglu), swiglu, [random(tokens, hidden), random(tokens, hidden)]),
-        "block": Pair(torch.compile(block, fullgraph=True), block, [random(1, tokens, dim)], (rope,)),
+        "block": Pair(torch.compile(block, fullgraph=True), block, [random(1, tokens, dim)], (rope,), weights),
     }
 
 
-def milliseconds(pair: Pair, function: Function, device: str) -> float:
-    """Returns the time of one forward and backward, by the device's own clock if it has one."""
+def timer(pair: Pair, function: Function, device: str) -> Callable[[], float]:
+    """Returns a function that runs one forward and backward and returns its milliseconds.
+
+    On a GPU it is a graph of kernels, so that the time is that of the device, without the host's.
+    """
     if device == "cpu":
-        began = time.perf_counter()
-        pair.results(function)
-        return 1000 * (time.perf_counter() - began)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    pair.results(function)
-    last.record()
+
+        def run() -> float:
+            began = time.perf_counter()
+            pair.results(function)
+            return 1000 * (time.perf_counter() - began)
+
+        return run
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # as torch asks for before a capture
+        for _ in range(WARM):
+            pair.results(function)
     torch.cuda.synchronize()
-    return float(first.elapsed_time(last))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        pair.results(function)
+
+    def replay() -> float:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last))
+
+    return replay
 
 
 def measured(pair: Pair, device: str, runs: int = RUNS) -> tuple[float, float]:
     """Returns the median times of the fused and the plain form."""
-    times: list[tuple[float, float]] = []
-    for _ in range(WARM + runs):
-        times.append((milliseconds(pair, pair.fused, device), milliseconds(pair, pair.plain, device)))
-    fused, plain = (statistics.median(each) for each in zip(*times[WARM:], strict=True))
-    return fused, plain
+    fused, plain = timer(pair, pair.fused, device), timer(pair, pair.plain, device)
+    times = [(fused(), plain()) for _ in range(WARM + runs)]
+    one, other = (statistics.median(each) for each in zip(*times[WARM:], strict=True))
+    return one, other
 
 
 def main() -> None:

@@ -53,6 +53,8 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         loop="a.b:c",
         recompute="block",
         activations="int8",
+        attention="flash-4",
+        workers={"gpus": 1},
         precision="fp16",
         loss_scale=2.0,
         optim=optim,

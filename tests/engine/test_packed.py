@@ -12,6 +12,7 @@ from elastic.data.tokens import TokenDataset
 from elastic.engine.parallelize import apply_kernels
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.kernels.attention import Kernel
 from elastic.models import gpt2, llama
 from elastic.plan.layout import Layout
 from storage.datasets import Coding, write_dataset
@@ -74,12 +75,16 @@ def test_the_targets_of_a_step_are_those_of_its_documents(ranks: Ranks, tokens: 
 def test_the_job_chooses_flex_attention(build: Any, tmp_path: Path) -> None:
     """It is used on a GPU, in compiled blocks without dropout: within documents always, and else where the order of sums must be fixed."""
 
-    def chosen(device: str = "cuda", dropout: float = 0.0, **settings: Any) -> tuple[bool, bool]:
+    def chosen(device: str = "cuda", dropout: float = 0.0, **settings: Any) -> tuple[Kernel, Kernel]:
         model = build(dropout=dropout)
         apply_kernels(model, torch.device(device), toy_job(tmp_path, **{"compile": True} | settings))
-        return model.flexes, model.flexes_documents
+        return model.attends, model.attends_in_documents
 
-    assert chosen() == (True, True)
-    assert chosen(reproducible=False) == (False, True)
+    assert chosen() == (Kernel.FLEX, Kernel.FLEX)
+    assert chosen(reproducible=False) == (Kernel.TORCH, Kernel.FLEX)
     for settings in ({"device": "cpu"}, {"dropout": 0.1}, {"compile": False}, {"numerics": 2}):
-        assert chosen(**settings) == (False, False)
+        assert chosen(**settings) == (Kernel.TORCH, Kernel.TORCH)
+    flash = {"attention": "flash-4", "precision": "bf16", "workers": {"gpus": 1}}
+    assert chosen(**flash) == chosen(reproducible=False, **flash) == (Kernel.FLASH_4, Kernel.FLEX)
+    assert chosen(compile=False, **flash) == (Kernel.FLASH_4, Kernel.TORCH)
+    assert chosen(device="cpu", **flash) == (Kernel.TORCH, Kernel.TORCH)

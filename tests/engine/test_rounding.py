@@ -16,7 +16,7 @@ from torch import Tensor
 
 from elastic.engine.optim import adamw, rounding
 from elastic.engine.optim.base import Hyper, Optimizer, Part, rule_of
-from elastic.engine.optim.rounding import key_of, portions, random_bits, round_
+from elastic.engine.optim.rounding import key_of, lines, portions, random_bits, round_
 from elastic.engine.world import World
 from elastic.errors import JobError
 from elastic.ids import Version
@@ -36,6 +36,24 @@ SMALL = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2, "dropout": 0.1}
 
 def bf16_job(bucket: Path | str = "/nowhere", moments: str = "bf16", **optim: Any) -> Job:
     return toy_job(bucket, model_args=SMALL, optim={"lr": 1e-2, "moments": moments, **optim}, schedule={"kind": "constant"})
+
+
+@pytest.mark.fast
+@given(st.data())
+def test_a_kernel_finds_the_places_of_elements_by_three_numbers(data: st.DataObject) -> None:
+    """The judge cuts the box out of a tensor that holds its own places.  A box that is cut along two later dimensions is left to torch."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    cuts = [sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in shape]
+    box = Slice("w", "parameter", tuple(a for a, _ in cuts), tuple(b for _, b in cuts))
+    part = Part("w", (box,), torch.zeros(box.shape), {}, True, shape, False)
+    expected = torch.arange(torch.Size(shape).numel()).view(shape)[tuple(slice(a, b) for a, b in cuts)].flatten()
+    found, later = lines(part), sum((a, b) != (0, n) for (a, b), n in zip(cuts[1:], shape[1:], strict=True))
+    assert (found is None) == (later > 1)
+    if found is not None:
+        ((rows, first, run, whole),) = found
+        at = torch.arange(box.count)
+        assert (rows.start, rows.stop) == (0, box.shape[0])
+        assert torch.equal(first + at // run * whole + at % run, expected)
 
 
 # ---- one number

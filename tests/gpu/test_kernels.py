@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from elastic.config.sections import Optim
+from elastic.engine.optim.adamw import update
+from elastic.engine.optim.base import Hyper, Part
+from storage.slices import Slice
+
 if TYPE_CHECKING:
     from elastic.kernels.attention import Mask
 
@@ -55,6 +60,42 @@ def test_an_update_in_one_pass_has_the_bits_of_torch_s(elements: int, clip: floa
     assert not torch.equal(updated("kernel", elements, 0.9)[0], expected[0])
 
 
+def part_of(case: str) -> Part:
+    """Returns a part with moments in bfloat16: all of a tensor, rows of it in two boxes, columns, or the middle of three dimensions."""
+    boxes, shape = {
+        "whole": ([((0, 0), (300, 1000))], (300, 1000)),
+        "rows": ([((3, 0), (20, 1000)), ((100, 0), (300, 1000))], (300, 1000)),
+        "columns": ([((10, 250), (300, 500))], (300, 1000)),
+        "middle": ([((1, 32, 0), (3, 64, 100))], (4, 96, 100)),
+        "vector": ([((5,), (5000,))], (5001,)),
+    }[case]
+    torch.manual_seed(0)
+    rows = sum(stop[0] - start[0] for start, stop in boxes)
+    own = (rows, *(b - a for a, b in zip(boxes[0][0][1:], boxes[0][1][1:], strict=True)))
+    values, average, square = (torch.randn(own, device="cuda") for _ in range(3))
+    moments = {"exp_avg": average.mul_(1e-3).bfloat16(), "exp_avg_sq": square.abs_().mul_(1e-5).bfloat16()}
+    return Part("w", tuple(Slice("w", "parameter", start, stop) for start, stop in boxes), values, moments, True, shape, True)
+
+
+@pytest.mark.parametrize("case", ["whole", "rows", "columns", "middle", "vector"])
+def test_moments_are_rounded_in_one_pass_as_in_many(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: in another step the bits are others."""
+
+    def moments(step: int, by_kernel: bool) -> list[Tensor]:
+        part = part_of(case)
+        grad = torch.randn(part.values.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+        hyper = Hyper(Optim(lr=3e-4), 3e-4, torch.tensor(float(3)), {}, 0.1, divide=3.0, clip=0.5, seed=5, step=step)
+        with monkeypatch.context() as patch:
+            if not by_kernel:
+                patch.setattr("elastic.engine.optim.adamw.lines", lambda part: None)
+            update([part], [grad], hyper)
+        return [part.values, *part.moments.values()]
+
+    expected = moments(4, by_kernel=False)
+    assert all(map(torch.equal, moments(4, by_kernel=True), expected))
+    assert not torch.equal(moments(5, by_kernel=True)[1], expected[1])
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(5, 2), (7, 3), (33, 1000), (2048, 8192), (128_256, 2048), (4, 32_768)])
 def test_squares_are_added_by_the_tree_of_the_norm(rows: int, columns: int) -> None:
     """The control: torch's own sum has other bits, if there is anything to add in another order."""
@@ -94,13 +135,47 @@ def test_the_fused_loss_repeats_bit_for_bit_and_is_torch_s() -> None:
     assert not torch.equal(found()[0], first[0])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("seq", "dim", "heads"), [(2048, 64, 32), (8192, 128, 8)])
+def test_flash_attention_4_repeats_bit_for_bit(seq: int, dim: int, heads: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in bf16, beside plain attention in float64.  The control: not told of an order, it has other bits."""
+    pytest.importorskip("flash_attn.cute", exc_type=ImportError)
+    from elastic.kernels.attention import Kernel, causal_attention, open_flash_4
+
+    open_flash_4()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, seq, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (heads, 2, 2))
+    grad = torch.randn_like(q)
+    attend = torch.compile(causal_attention, fullgraph=True) if compiled else causal_attention
+
+    def found() -> list[Tensor]:
+        out = attend(q, k, v, Kernel.FLASH_4, 0.0)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)
+        first = found()
+        assert all(all(map(torch.equal, first, found())) for _ in range(20))
+        if not compiled:
+            with monkeypatch.context() as patch:
+                patch.setattr("elastic.kernels.attention.torch.are_deterministic_algorithms_enabled", lambda: False)
+                assert not all(all(map(torch.equal, found(), found())) for _ in range(20))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
+    out = causal_attention(*wide, None, 0.0)
+    for mine, right in zip(first, [out.detach(), *torch.autograd.grad(out, wide, grad.double())], strict=True):
+        assert (mine.double() - right).norm() < 0.01 * right.norm()
+
+
 @pytest.mark.parametrize(("seq", "dim", "heads"), [(1000, 64, 2), (2048, 128, 8), (256, 32, 1)])
 def test_flex_attention_within_documents_is_the_default_with_a_mask(seq: int, dim: int, heads: int) -> None:
     """It is in bf16, beside the default in float64.  It repeats bit for bit, and new documents compile nothing anew.
 
     The controls: attention over the whole sample is far away, and so is that of other documents.
     """
-    from elastic.kernels.attention import attention_mask, causal_attention, document_mask
+    from elastic.kernels.attention import Kernel, attention_mask, causal_attention, document_mask
 
     compiled = torch.compile(causal_attention, fullgraph=True)
     torch.manual_seed(0)
@@ -118,7 +193,7 @@ def test_flex_attention_within_documents_is_the_default_with_a_mask(seq: int, di
         documents = (torch.rand(2, seq, device="cuda") < chance).cumsum(1, dtype=torch.int32)
         first, again = (found(compiled, document_mask(documents), q, k, v) for _ in range(2))
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
-        expected = found(causal_attention, attention_mask(documents, documents, flexes=False), *wide)
+        expected = found(causal_attention, attention_mask(documents, documents, Kernel.TORCH), *wide)
         for number, (mine, theirs) in enumerate(zip(first, expected, strict=True)):
             near = 0.02 * theirs.norm() + 0.005 * weight.double().norm()  # queries and keys have no gradient where each token is alone
             assert (mine.double() - theirs).norm() < near < 0.5 * min((other[number] - theirs).norm() for other in others)
@@ -128,7 +203,7 @@ def test_flex_attention_within_documents_is_the_default_with_a_mask(seq: int, di
 
 def test_masks_of_documents_are_made_without_waiting_for_the_device() -> None:
     """The control: reading a number of them waits."""
-    from elastic.kernels.attention import attention_mask, document_mask, positions_of
+    from elastic.kernels.attention import Kernel, attention_mask, document_mask, positions_of
 
     documents = (torch.rand(2, 1000, device="cuda") < 0.01).cumsum(1, dtype=torch.int32)
     torch.use_deterministic_algorithms(True)
@@ -136,7 +211,7 @@ def test_masks_of_documents_are_made_without_waiting_for_the_device() -> None:
     try:
         document_mask(documents)
         positions_of(documents)
-        attention_mask(documents, documents, flexes=False)
+        attention_mask(documents, documents, Kernel.TORCH)
         with pytest.raises(RuntimeError, match="synchronizing"):
             documents.max().item()
     finally:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elastic.engine.loss import next_token
 from elastic.errors import ModelError
-from elastic.kernels.attention import attention_mask, causal_attention, document_mask, positions_of
+from elastic.kernels.attention import Kernel, attention_mask, causal_attention, document_mask, positions_of
 from elastic.models import gpt2, llama
 
 VOCAB, END = 31, 30
@@ -141,11 +141,31 @@ def inputs(seq: int, chance: float, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return q, k, v, (torch.rand(2, seq) < chance).cumsum(1, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_flash_attention_gives_each_head_its_own_keys_where_the_order_counts(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own flash kernel, on a CPU, stands for flash-attention 4.  The judge is the default, in the same precision."""
+    q, k, v, _ = inputs(200, 0.0, torch.float64)
+    heads: list[int] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        heads.append(k.shape[1])
+        return attend(q, k, v, **options)
+
+    expected = causal_attention(q, k, v, None, 0.0)
+    judged = [expected, *torch.autograd.grad(expected.square().sum(), (q, k, v))]
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr("elastic.kernels.attention.torch.are_deterministic_algorithms_enabled", lambda: ordered)
+    out = causal_attention(q, k, v, Kernel.FLASH_4, 0.0)
+    torch.testing.assert_close([out, *torch.autograd.grad(out.square().sum(), (q, k, v))], judged)
+    assert heads == [4 if ordered else 2]
+
+
 @pytest.mark.parametrize("chance", [0.0, 0.002, 0.05, 1.0])
 def test_attention_within_documents_is_that_of_each_document(chance: float) -> None:
     """The judge cuts the sample into its documents.  The control: attention over the whole sample, unless that is one document."""
     q, k, v, documents = inputs(1100, chance, torch.float64)
-    out = causal_attention(q, k, v, attention_mask(documents, documents, flexes=False), 0.0)
+    out = causal_attention(q, k, v, attention_mask(documents, documents, Kernel.TORCH), 0.0)
     parts = [[causal_attention(*each, None, 0.0) for each in cut(row, q, k, v, documents)] for row in range(2)]
     expected = torch.cat([torch.cat(row, dim=2) for row in parts])
     weight = torch.randn_like(out)
@@ -199,6 +219,6 @@ def test_flex_attention_is_the_default_with_a_mask() -> None:
     for chance in (0.01, 0.05, 0.0, 0.5):
         q, k, v, documents = (each.detach() for each in inputs(700, chance, torch.float32))
         out = compiled(q, k, v, document_mask(documents), 0.0)
-        torch.testing.assert_close(out, causal_attention(q, k, v, attention_mask(documents, documents, flexes=False), 0.0))
+        torch.testing.assert_close(out, causal_attention(q, k, v, attention_mask(documents, documents, Kernel.TORCH), 0.0))
         assert torch.allclose(out, causal_attention(q, k, v, None, 0.0), atol=1e-4) is (chance == 0.0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -17,6 +17,7 @@ from elastic.engine.memory import apply_recompute
 from elastic.engine.parallelize import apply_kernels
 from elastic.errors import CodeError
 from elastic.imports import code_digest, load
+from elastic.kernels.attention import Kernel
 from elastic.models.spec import ShardingTable
 from elastic.plan.layout import Layout
 from tests.engine.test_paged import paged, same
@@ -150,7 +151,7 @@ def test_flex_attention_gives_the_librarys_logits(kind: str, flexed: int, calls:
     ours, theirs, tokens = built(kind, attention_dropout=0.5), theirs_of(kind), batch()["tokens"].clamp_min(0)
     ours.load_state_dict(theirs.state_dict())
     calls.clear()
-    ours.flexes = True  # type: ignore[assignment]
+    ours.attends = Kernel.FLEX  # type: ignore[assignment]
     with torch.no_grad():
         torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits)
         assert sum(mask is not None for mask in calls) == flexed
@@ -288,4 +289,4 @@ def test_the_engine_chooses_for_them(tmp_path: Path) -> None:
         model = built(kind)
         apply_kernels(model, torch.device("cpu"), toy_job(tmp_path))
         assert getattr(model, "fuses_loss", None) == (True if kind == "qwen3" else None)
-        assert model.flexes is False
+        assert model.attends is Kernel.TORCH

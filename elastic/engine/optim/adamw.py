@@ -8,53 +8,73 @@ With the weight decay in the gradient (``optim.decay = "l2"``) the same update i
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from elastic.engine.optim.base import Hyper, Part, Rule, mean_
-from elastic.engine.optim.rounding import key_of, portions, round_
+from elastic.engine.optim.rounding import key_of, lines, portions, round_
+
+if TYPE_CHECKING:
+    from elastic.kernels.triton_kernels import Rounding
+
+AVERAGE, SQUARE = "exp_avg", "exp_avg_sq"
+"""The moments: averages of the gradients and of their squares."""
 
 
 def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     """Takes the mean, clips, and updates."""
+    by_kernel = all(each.device.type == "cuda" and each.dtype == torch.float32 for each in (*grads, *(part.values for part in parts)))
     if any(moment.dtype != part.values.dtype for part in parts for moment in part.moments.values()):
-        return _rounded(parts, grads, hyper)
-    if all(each.device.type == "cuda" and each.dtype == torch.float32 for each in (*grads, *(part.values for part in parts))):
-        return _by_kernel(parts, grads, hyper)
-    mean_(grads, hyper)
-    _by_torch(parts, grads, hyper)
+        for part, grad in zip(parts, grads, strict=True):
+            whence = lines(part) if by_kernel else None
+            _rounded(part, grad, hyper) if whence is None else _rounded_by_kernel(part, grad, hyper, whence)
+    elif by_kernel:
+        for part, grad in zip(parts, grads, strict=True):
+            _by_kernel(part, grad, hyper)
+    else:
+        mean_(grads, hyper)
+        _by_torch(parts, grads, hyper)
 
 
-def _rounded(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
-    """Updates with moments in the dtype of the values, a portion at a time, and rounds these.  On GPUs torch's operations do so, too."""
-    for part, grad in zip(parts, grads, strict=True):
-        keys = {kind: key_of(hyper, part.name, kind) for kind in part.moments}
-        for rows, places in portions(part):
-            wide = {kind: moment[rows].to(part.values.dtype) for kind, moment in part.moments.items()}
-            update([replace(part, values=part.values[rows], moments=wide)], [grad[rows]], hyper)
-            for kind, values in wide.items():
-                round_(part.moments[kind][rows], values, places, keys[kind])
+def _rounded(part: Part, grad: Tensor, hyper: Hyper) -> None:
+    """Updates with moments in the dtype of the values, a portion at a time, and rounds these."""
+    keys = {kind: key_of(hyper, part.name, kind) for kind in part.moments}
+    for rows, places in portions(part):
+        wide = {kind: moment[rows].to(part.values.dtype) for kind, moment in part.moments.items()}
+        update([replace(part, values=part.values[rows], moments=wide)], [grad[rows]], hyper)
+        for kind, values in wide.items():
+            round_(part.moments[kind][rows], values, places, keys[kind])
 
 
-def _by_kernel(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
+def _rounded_by_kernel(part: Part, grad: Tensor, hyper: Hyper, whence: list[tuple[slice, int, int, int]]) -> None:
+    """Updates and rounds them in one pass over memory, with the same bits."""
+    from elastic.kernels.triton_kernels import Rounding
+
+    keys = [word for kind in (AVERAGE, SQUARE) for word in key_of(hyper, part.name, kind)]
+    for rows, first, run, whole in whence:
+        some = {kind: moment[rows] for kind, moment in part.moments.items()}
+        _by_kernel(replace(part, values=part.values[rows], moments=some), grad[rows], hyper, Rounding(first, run, whole, keys))
+
+
+def _by_kernel(part: Part, grad: Tensor, hyper: Hyper, rounding: Rounding | None = None) -> None:
     from elastic.kernels import triton_kernels as kernels
 
     settings, (beta1, beta2) = hyper.settings, hyper.settings.betas
     updates = float(hyper.updates) + 1
-    for part, grad in zip(parts, grads, strict=True):
-        by = kernels.AdamW(
-            divide=hyper.divide,
-            clip=hyper.clip,
-            keep=1 - hyper.lr * (hyper.weight_decay if part.decays else 0.0),
-            beta1=beta1,
-            beta2=beta2,
-            step_size=hyper.lr / (1 - beta1**updates),
-            root=(1 - beta2**updates) ** 0.5,
-            eps=settings.eps,
-        )
-        kernels.adamw_(part.values, grad, part.moments["exp_avg"], part.moments["exp_avg_sq"], by)
+    by = kernels.AdamW(
+        divide=hyper.divide,
+        clip=hyper.clip,
+        keep=1 - hyper.lr * (hyper.weight_decay if part.decays else 0.0),
+        beta1=beta1,
+        beta2=beta2,
+        step_size=hyper.lr / (1 - beta1**updates),
+        root=(1 - beta2**updates) ** 0.5,
+        eps=settings.eps,
+    )
+    kernels.adamw_(part.values, grad, part.moments[AVERAGE], part.moments[SQUARE], by, rounding)
 
 
 def _by_torch(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
@@ -65,8 +85,8 @@ def _by_torch(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
         adamw(
             [part.values for part, _ in chosen],
             [grad for _, grad in chosen],
-            [part.moments["exp_avg"] for part, _ in chosen],
-            [part.moments["exp_avg_sq"] for part, _ in chosen],
+            [part.moments[AVERAGE] for part, _ in chosen],
+            [part.moments[SQUARE] for part, _ in chosen],
             [],
             [hyper.updates.clone() for _ in chosen],  # torch increments each of them
             foreach=True,
@@ -80,5 +100,5 @@ def _by_torch(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
         )
 
 
-ADAMW = Rule(("exp_avg", "exp_avg_sq"), update, scales=True)
+ADAMW = Rule((AVERAGE, SQUARE), update, scales=True)
 """The rule that ``optim.kind = "adamw"`` names."""

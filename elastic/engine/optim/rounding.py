@@ -10,6 +10,7 @@ as before.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -36,6 +37,24 @@ def portions(part: Part) -> Iterator[tuple[slice, Tensor]]:
                 places = places[..., None] * length + torch.arange(low, high, device=places.device)
             yield slice(at, at + len(places)), places
             at += len(places)
+
+
+def lines(part: Part) -> list[tuple[slice, int, int, int]] | None:
+    """Returns the rows of each box with three numbers, ``first``, ``run`` and ``whole``: its element ``i`` is the element
+    ``first + i // run * whole + i % run`` of the whole tensor.  None if boxes are cut along two dimensions besides the first.
+    """
+    found, at = [], 0
+    for box in part.boxes:
+        cut = [d for d in range(1, len(part.shape)) if (box.start[d], box.stop[d]) != (0, part.shape[d])]
+        if len(cut) > 1:
+            return None
+        dim = cut[0] if cut else 0
+        inner, row = math.prod(part.shape[dim + 1 :]), math.prod(part.shape[1:])
+        first = box.start[0] * row + (box.start[dim] * inner if dim else 0)
+        rows = box.stop[0] - box.start[0]
+        found.append((slice(at, at + rows), first, (box.stop[dim] - box.start[dim]) * inner, part.shape[dim] * inner))
+        at += rows
+    return found
 
 
 def round_(moment: Tensor, values: Tensor, places: Tensor, key: tuple[int, int]) -> None:

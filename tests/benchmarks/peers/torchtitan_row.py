@@ -27,6 +27,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
+from elastic.models import llama
 from tests.benchmarks.models import SIZES, Size
 from tests.benchmarks.plain_loop import SETTLED, common_options
 
@@ -108,7 +109,9 @@ def main() -> None:
     register_train_spec("ours", spec_of(size, known.seq))
     trainer = Timed(config_of(known, int(os.environ["WORLD_SIZE"])))
     found = sum(parameter.numel() for parameter in trainer.model_parts[0].parameters())
-    assert found == size.parameters, f"TorchTitan made {found:,} parameters, {known.size} has {size.parameters:,}"
+    with torch.device("meta"):
+        ours = sum(parameter.numel() for parameter in llama.build(**size.arguments()).parameters())
+    assert found == ours, f"TorchTitan made {found:,} parameters, {known.size} has {ours:,}"
     try:
         trainer.train()
     finally:

@@ -200,6 +200,14 @@ def test_l4_what_another_value_does_is_what_the_table_says(tmp_path: Path, setti
     assert what_happens(tmp_path, setting) is branches.change_of(setting)
 
 
+@pytest.mark.parametrize("setting", [name for name in leaves(Job) if name not in ("name", "bucket")])
+def test_a_run_with_any_setting_can_be_read_again(tmp_path: Path, setting: str) -> None:
+    """It is read without the settings that are free, so none of the others may ask for one of these."""
+    job = job_of(tmp_path, BASE | WITH.get(setting, {}) | {setting: OTHER[setting]})
+    Run.open(job)
+    assert Run.look(job).job.digest == job.digest
+
+
 def test_l4_the_name_says_which_run_it_is_and_the_bucket_where(tmp_path: Path) -> None:
     """L4: with another name it is another run (refused), and a bucket may be moved (free)."""
     Run.open(job_of(tmp_path / "here", BASE))

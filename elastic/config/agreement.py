@@ -131,9 +131,8 @@ def _offload(job: Job) -> Iterator[str]:
 def _attention(job: Job) -> Iterator[str]:
     if job.attention != "flash-4":
         return
-    if job.precision == "fp32" or not job.workers.gpus:
-        name, value, fix = ("precision", job.precision, "'bf16'") if job.precision == "fp32" else ("workers.gpus", job.workers.gpus, "1")
-        yield f"attention = 'flash-4' is for 16 bits on a GPU, and {name} = {value!r}; set it to {fix}, or attention to 'auto'"
+    if job.precision == "fp32":
+        yield "attention = 'flash-4' is for 16 bits, and precision = 'fp32'; set it to 'bf16', or attention to 'auto'"
     if job.numerics < KERNELS_SINCE:
         yield f"attention = 'flash-4' is not in numerics = {job.numerics}; set attention to 'auto', or begin a new run without numerics"
 

@@ -369,6 +369,8 @@ def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
 
     Raises :class:`ModelError` if it cannot attend by the kernel that the job names.
     """
+    if not job.workers.gpus and job.attention == "flash-4":
+        raise JobError("attention = 'flash-4' is for GPUs, and workers.gpus = 0; set it to 1, or attention to 'auto'")
     if not job.workers.gpus:
         return []
     apply_kernels(model, torch.device("cuda"), job)

@@ -155,6 +155,32 @@ def test_slow_attention_within_documents_is_told(tmp_path: Path, text: Path) -> 
     assert not told(compile=True, reproducible=False)
 
 
+def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, text: Path) -> None:
+    prepare(text, str(tmp_path / "data"))
+    small = {"vocab": 257, "dim": 16, "layers": 1, "heads": 2}
+
+    def job(documents: bool = False, **settings: Any) -> Job:
+        data = {"args": {"path": str(tmp_path / "data"), "seq_len": 8, "documents": documents}}
+        return job_on(tmp_path, "", **{"data": data, "model_args": small, "precision": "bf16", "workers": {"gpus": 1}} | settings)
+
+    def told(**settings: Any) -> list[str]:
+        return [note for note in preflight(job(**settings)).notes if note.startswith("attention is by")]
+
+    flash = {"attention": "flash-4"}
+    assert told() == ["attention is by torch's default"] and told(compile=True) == ["attention is by FlexAttention"]
+    assert told(**flash) == told(**flash, compile=True) == ["attention is by flash-attention 4"]
+    assert told(workers={"gpus": 0}) == []
+    for wrong, said in [
+        ({"documents": True}, "data.args.documents = true keeps documents apart; set attention to 'auto'"),
+        ({"model_args": small | {"dropout": 0.1}}, "the model has dropout; set attention to 'auto'"),
+        ({"workers": {"gpus": 0}}, "workers.gpus = 0; set it to 1, or attention to 'auto'"),
+        ({"precision": "fp32"}, "precision = 'fp32'; set it to 'bf16', or attention to 'auto'"),
+        ({"numerics": 2}, "is not in numerics = 2"),
+    ]:
+        with pytest.raises(JobError, match=re.escape(said)):
+            told(**flash, **wrong)
+
+
 # ---- a run is bound to its samples, not to their place
 
 

@@ -8,6 +8,11 @@ reads no more of the journal than what came since.  Object stores cannot append,
 
 Each step counts once, over all restarts: a row says which generation committed it, and a reader takes the rows of the surviving lineage,
 each step once.
+
+    <run>/validations/000000000050-000003-2.7183.json
+
+A validation has an object of its own besides, whose name has its version and its loss: one listing finds the best of a hundred thousand
+steps, and reads no row.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from elastic.control import codec
 from elastic.engine.optim.schedule import rate_for_readers
 from elastic.ids import Version
 from elastic.imports import failure
+from elastic.job import Job
 from elastic.protocol.lineage import Lineage, contains, cut, tip
 from elastic.report.metrics import Row, Rows, json_line, row_from, version_of
 from elastic.runs import Run
@@ -37,6 +43,8 @@ from storage.objects import ObjectStore
 
 ROWS = 10_000
 """Largest number of rows that a sink gets at a time."""
+VALIDATION = ("step", "generation", "time", "validation_loss", "validation_terms")
+"""Names of the numbers of a row that the object of its validation has, too."""
 EVERY_S = 5.0
 """Seconds between two looks at the journal, which gets an object as often."""
 CLOSE_S = 10.0
@@ -72,21 +80,29 @@ def stored(store: ObjectStore, run: str, lineage: Lineage, after: int = 0) -> It
     for place in places(store, run):
         if place.step <= after:
             continue
-        for line in store.get(f"{run}/metrics/{place.name}").decode().splitlines():
-            row = row_from(line)
+        for row in _rows_in(store, run, place):
             if row["step"] > after and contains(lineage, version_of(row)):
                 after = int(row["step"])
                 yield row
 
 
+def _rows_in(store: ObjectStore, run: str, place: Place) -> list[Row]:
+    return [row_from(line) for line in store.get(f"{run}/metrics/{place.name}").decode().splitlines()]
+
+
 def last_row(store: ObjectStore, run: str) -> Row | None:
     """Returns the row that was stored last, or None."""
     newest = max(places(store, run), key=lambda place: (place.generation, place.step), default=None)
-    return None if newest is None else row_from(store.get(f"{run}/metrics/{newest.name}").decode().splitlines()[-1])
+    return None if newest is None else _rows_in(store, run, newest)[-1]
 
 
 def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 0) -> None:
-    """Writes ``rows`` as one file; ``record`` is that of its name.  If the file is there already, it stays."""
+    """Writes ``rows`` as one file, and before it their validations.  ``record`` is that of its name.  What is there already stays."""
+    for row in rows:
+        if "validation_loss" in row:
+            told = json_line({name: row[name] for name in VALIDATION if name in row})
+            with suppress(Exists):
+                store.put_if_absent(f"{run}/validations/{_name_of(row)}", f"{told}\n".encode())
     if rows:
         version = version_of(rows[-1])
         key = f"{run}/metrics/{Place(version.step, version.generation, record).name}"
@@ -94,16 +110,42 @@ def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 
             store.put_if_absent(key, "".join(f"{json_line(row)}\n" for row in rows).encode())
 
 
+def _name_of(row: Row) -> str:
+    """Returns the name of the object of a validation: the version, and the loss such that it has the same bits when it is read."""
+    return f"{row['step']:012d}-{row['generation']:06d}-{float(row['validation_loss'])!r}.json"
+
+
+def validations(run: Run, lineage: Lineage) -> dict[Version, float]:
+    """Returns the loss of each stored validation of ``lineage``.  Reads no rows but those that an older release has stored.
+
+    That one wrote no objects for validations, so what is missing are the validations before the first object, where any was due.
+    """
+    store, name, job = run.store, run.job.name, jobs(run)
+    there = [PurePosixPath(key).name.removesuffix(".json").split("-", 2) for key in store.list(f"{name}/validations/")]
+    told = {Version(int(step), int(generation)): float(loss) for step, generation, loss in there}
+    found = {version: loss for version, loss in told.items() if contains(lineage, version)}
+    first = min((version.step for version in found), default=None)
+    for place in places(store, name):
+        asked = job(Version(place.step, place.generation))
+        if (first is None or place.step < first) and asked.validation.every and min(asked.validation.every, asked.steps) <= place.step:
+            for row in _rows_in(store, name, place):
+                if "validation_loss" in row and contains(lineage, version_of(row)):
+                    found.setdefault(version_of(row), row["validation_loss"])
+    return found
+
+
+def jobs(run: Run) -> Callable[[Version], Job]:
+    """Returns the function that gives the job of a version, that of the branch of the run in which it was committed."""
+    later = [(each["generation"], run.job.begun_as(each["job"])) for each in reversed(branches.every(run.store, run.job.name))]
+    first = run.job.begun_as(branches.first(run.store, run.job.name)) if later else run.job
+    return lambda version: next((job for since, job in later if version.generation > since), first)
+
+
 def rates(run: Run) -> Callable[[Version, float | None], float]:
     """Returns the function that gives the learning rate of a version, by the branch of the run in which it was committed, from what its
     commit told of it (:func:`rate_for_readers`)."""
-    jobs = [(each["generation"], run.job.begun_as(each["job"])) for each in reversed(branches.every(run.store, run.job.name))]
-    first = run.job.begun_as(branches.first(run.store, run.job.name)) if jobs else run.job
-
-    def rate(version: Version, told: float | None) -> float:
-        return rate_for_readers(next((job for since, job in jobs if version.generation > since), first), version.step, told)
-
-    return rate
+    job = jobs(run)
+    return lambda version, told: rate_for_readers(job(version), version.step, told)
 
 
 def keep_until(run: Run, version: Version) -> None:

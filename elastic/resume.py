@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 from elastic import branches, forks, metrics
@@ -13,7 +14,6 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.stretches import ended
 from elastic.protocol import lineage
-from elastic.report.metrics import version_of
 from elastic.runs import Run
 from storage.objects import ObjectStore
 
@@ -124,13 +124,14 @@ def rewind(run: Run, now: float, version: Version) -> str:
 
 def best_of(run: Run) -> tuple[Version, float] | None:
     """Returns the best validated version of the surviving lineage, whether it was saved or not, and its loss; None without any."""
-    if (best := run.standing(0, 0.0).history.best) is not None:
-        return best.version, best.found.mean
-    rows = [(row["validation_loss"], version_of(row)) for row in metrics.rows_of(run) if "validation_loss" in row]
-    if not rows:
+    history = run.standing(0, 0.0).history
+    if history.best is not None:
+        return history.best.version, history.best.found.mean
+    found = metrics.validations(run, history.lineage)
+    if not found:
         return None
-    loss, version = min(rows)
-    return version, loss
+    version = min(found, key=lambda each: (isnan(found[each]), found[each], each))  # what is no number is never the best
+    return version, found[version]
 
 
 def _best(run: Run) -> Version:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,28 @@ import pytest
 
 from actors.cli import main
 from actors.launch import launch
-from elastic import metrics
+from elastic import metrics, resume
 from elastic.control import codec
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.metrics import Following, places, rows_of, store_rows, stored
+from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, Outcome, Usage, Validated
 from elastic.protocol.events import StepDone, Work
-from elastic.report.metrics import Row, csv_table, json_line, row_from, row_of
+from elastic.report.metrics import Row, csv_table, json_line, row_from, row_of, version_of
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs import Run
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from storage.journal import Journal
+from storage.objects import ObjectStore
 from tests.control.play import Play, reformed, stepping
+from tests.storage.states import TENSORS, state_of, write
 from tests.support.patience import until
 from tests.support.sinks import rows_in
+from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.fast
@@ -206,6 +211,59 @@ def test_l2_a_validation_is_in_the_row_of_the_step_whose_state_it_is_of(tmp_path
     assert at(10) == [*range(1, 11)]
     found = {line["step"]: line["validation_loss"] for line in lines(run) if "validation_loss" in line}
     assert found == {5: 1.5, 10: 1.25}
+
+
+class Counting(Forwarding):
+    """Counts the bytes that are read, by the folder of the run."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.read = Counter[str]()
+
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        found = super().get(key, start, stop)
+        self.read[key.split("/")[1]] += len(found)
+        return found
+
+
+def of_thousands(folder: Path, every: int, name: str = "run") -> Run:
+    """Returns a run without a journal with a row for each of 3000 steps, of which each 500th was validated; the best is of step 1500."""
+    validation = {"every": every, "args": {"samples": 16}} if every else {}
+    run = Run.open(toy_job(folder, name=name, steps=4000, validation=validation))
+    for last in range(100, 3001, 100):
+        rows: list[Row] = [{"step": step, "generation": 1, "time": 0.0, "loss": 1.0} for step in range(last - 99, last + 1)]
+        if every and last % every == 0:
+            rows[-1] |= {"validation_loss": math.nan if last == 500 else abs(last - 1500) / 3 - 0.1, "validation_terms": 7}
+        store_rows(run.store, name, rows)
+    run.commit(Version(3000, 1), write(run.checkpoints, Version(3000, 1), state_of(TENSORS[:1], seed=1), 1), ((1, 3000),), Layout())
+    return run
+
+
+def test_l5_the_best_of_a_run_is_found_without_the_rows_of_its_steps(tmp_path: Path) -> None:
+    """The judge is the best of all rows.  The control: an older release has stored the rows alone; they are read, and say the same."""
+    run = of_thousands(tmp_path, 500)
+    rows = {version_of(row): row["validation_loss"] for row in rows_of(run) if not math.isnan(row.get("validation_loss", math.nan))}
+    expected = min(rows, key=rows.__getitem__)
+    for after, reads in ((0, False), (1500, True), (3000, True)):
+        for path in (tmp_path / "run" / "validations").iterdir():
+            if int(path.name[:12]) <= after:
+                path.unlink()
+        counting = Counting(run.store)
+        assert resume.best_of(Run(run.job, counting)) == (expected, rows[expected]) == (Version(1500, 1), -0.1)
+        assert (counting.read["metrics"] > 0) is reads
+    never = of_thousands(tmp_path, 0, "never")
+    counting = Counting(never.store)
+    assert resume.best_of(Run(never.job, counting)) is None and not counting.read["metrics"], "none was due, so there is none to look for"
+
+
+def test_l5_the_best_is_of_the_steps_that_survived(tmp_path: Path) -> None:
+    """A run that was rewound to step 1000 has the best of what is left.  The control is the test above."""
+    run = of_thousands(tmp_path, 500)
+    for step in (1000, 3000):
+        version = Version(step, 1 if step == 1000 else 2)
+        line = ((1, 1000),) if step == 1000 else ((1, 1000), (2, 3000))
+        run.commit(version, write(run.checkpoints, version, state_of(TENSORS[:1], seed=1), 1), line, Layout())
+    assert resume.best_of(run) == (Version(1000, 1), abs(1000 - 1500) / 3 - 0.1)
 
 
 def test_l2_the_numbers_of_a_row() -> None:

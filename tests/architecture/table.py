@@ -90,14 +90,14 @@ IMPORTS = {
     "elastic.resume": Row(
         (
             *("elastic.branches", "elastic.config.values", "elastic.forks", "elastic.job", "elastic.metrics", "elastic.plan.stretches"),
-            *("elastic.protocol.lineage", "elastic.report.metrics", "elastic.runs", "storage.*", *NAMES),
+            *("elastic.protocol.lineage", "elastic.runs", "storage.*", *NAMES),
         )
     ),
     "elastic.restarts": Row(("elastic.control.*", "elastic.runs", *NAMES)),
     "elastic.metrics": Row(
         (
-            *("elastic.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.forks", "elastic.protocol.lineage"),
-            *("elastic.report.metrics", "elastic.runs", "elastic.sinks.port", "storage.*", *NAMES),
+            *("elastic.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.forks", "elastic.job"),
+            *("elastic.protocol.lineage", "elastic.report.metrics", "elastic.runs", "elastic.sinks.port", "storage.*", *NAMES),
         )
     ),
     "elastic.sinks": Row(("elastic.sinks", "elastic.sinks.port", "elastic.report.metrics", "storage.*", *NAMES)),

@@ -66,6 +66,8 @@ def _parser() -> Parser:
     evaluate.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
     rerun = _takes_job(parsers, "rerun", commands.rerun, "compute a step again from the checkpoint before it, in this process")
     rerun.add_argument("--step", type=int, required=True, help="the step; there must be a checkpoint of the step before it")
+    for looks in (evaluate, rerun):
+        looks.add_argument("--accept-code", action="store_true", help="use the code of now, although other code has made the step")
     data = parsers.add_parser("data", help="prepare datasets and look at them")
     _add_data(data.add_subparsers(metavar="command", required=True))
     checkpoint = parsers.add_parser("checkpoint", help="look at the checkpoints of a run, and delete some")

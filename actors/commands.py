@@ -137,7 +137,7 @@ def evaluate(known: Namespace) -> int:
     from elastic.train.revisit import evaluate_here
 
     sys.path.insert(0, str(Path.cwd()))
-    version, found = evaluate_here(_job(known), known.step)
+    version, found = evaluate_here(_job(known), known.step, accept_code=known.accept_code)
     say(told_of(version.step, found))
     return 0
 
@@ -146,7 +146,7 @@ def rerun(known: Namespace) -> int:
     from elastic.train.revisit import rerun_here
 
     sys.path.insert(0, str(Path.cwd()))
-    again = rerun_here(_job(known), known.step)
+    again = rerun_here(_job(known), known.step, accept_code=known.accept_code)
     now, then = again.now, again.then
     table = Table("microbatch", "samples", "loss", "terms", "loss that the run recorded")
     for index, (loss, count, ids) in enumerate(zip(now.losses, now.counts, now.samples, strict=True)):

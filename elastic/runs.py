@@ -22,7 +22,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
-from elastic.protocol.lineage import Lineage
+from elastic.protocol.lineage import Lineage, contains
 from elastic.sources import Sources
 from storage import journal
 from storage.checkpoints import Listed, ShardReceipt
@@ -150,11 +150,16 @@ class Run:
 
     def job_of(self, step: int) -> Job:
         """Returns the job of the branch that committed ``step`` of the surviving lineage; the run's job if no checkpoint knows the step."""
-        lineage = self.standing(0, 0.0).history.lineage
-        if (generation := next((each for each, last in lineage if step <= last), None)) is None:
+        made = self.made(step)
+        if not contains(self.standing(0, 0.0).history.lineage, made):
             return self.job
-        there = branches.at(self.store, self.job.name, Version(step, generation))
+        there = branches.at(self.store, self.job.name, made)
         return self.job.begun_as(there.job).after(there.earlier)
+
+    def made(self, step: int) -> Version:
+        """Returns the version of ``step`` on the surviving lineage; if no checkpoint knows it, of the last known generation."""
+        known = self.standing(0, 0.0)
+        return Version(step, next((each for each, last in known.history.lineage if step <= last), known.generation))
 
     def trains_on(self, fingerprint: str) -> None:
         """Binds the run to its samples, wherever they are stored.  Raises like :meth:`check_data`."""
@@ -187,8 +192,9 @@ class Run:
 
         Raises :class:`~storage.errors.Exists` if another command has noted other code meanwhile.
         """
-        newest = self.newest() or Version(0, 0)
-        return sources.begin(self.store, self.job.name, code, newest, now) if newest.step < self.job.steps else ""
+        known = self.standing(0, 0.0)
+        newest = max(known.history.saved, default=Version(0, 0))
+        return sources.begin(self.store, self.job.name, code, newest, now, known.generation) if newest.step < self.job.steps else ""
 
     def check_code(self, code: Sources, newest: Version, *, accept: bool) -> None:
         """Raises :class:`JobError` if the run would go on from ``newest`` with other code than it had, unless ``accept`` says so.
@@ -197,11 +203,26 @@ class Run:
         """
         if accept or newest.step >= self.job.steps:
             return
-        then, origin = sources.stored(self.store, self.job.name), forks.origin_of(self.store, self.job.name)
-        if then is None and origin is not None:  # the fork has not trained yet
-            then = sources.stored(self.store, origin.run)
+        then = sources.stored(self.store, self.job.name)
+        if then is None and self.checkpoints.inherited:  # the fork has not trained yet
+            then = self.code_of(newest)
+        self._compare(code, then, newest)
+
+    def check_code_of(self, version: Version, code: Sources, *, accept: bool, looks: bool = False) -> None:
+        """Raises :class:`JobError` if ``version`` was made with other code than this, unless ``accept`` says that it does not matter.
+
+        ``looks`` says that nothing goes on from there.
+        """
+        if not accept:
+            self._compare(code, self.code_of(version), version, looks=looks)
+
+    def code_of(self, version: Version) -> Sources | None:
+        """Returns the code with which ``version`` was made, perhaps by the run that this one was forked from; None if nobody noted it."""
+        return sources.at(self.store, self.checkpoints.holder(version), version)
+
+    def _compare(self, code: Sources, then: Sources | None, version: Version, *, looks: bool = False) -> None:
         if then is not None and (differs := code.differ(then)):
-            raise sources.refused(self.job.name, self.job.bucket, differs, newest.step, then.python)
+            raise sources.refused(self.job.name, self.job.bucket, differs, version, then.python, looks=looks)
 
     def home(self) -> str:
         """Returns where the newest claim of the run was made."""

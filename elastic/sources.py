@@ -180,19 +180,28 @@ def _digest(data: bytes) -> str:
 def stored(store: ObjectStore, name: str) -> Sources | None:
     """Returns the newest sources with which the run of that name trained, or None."""
     documents = _documents(store, name)
-    if not (number := documents.newest()):
-        return None
-    found = documents.read(number)
-    return Sources({file: (raw, tree) for file, (raw, tree) in found["files"].items()}, found["python"])
+    return _of(documents.read(number)) if (number := documents.newest()) else None
+
+
+def at(store: ObjectStore, name: str, version: Version) -> Sources | None:
+    """Returns the sources with which the run of that name made ``version``, or None if it has noted none, or did not make it."""
+    later = (each for each in reversed(every(store, name)) if version.generation > max(each.get("until", 0), each["generation"]))
+    return None if (found := next(later, None)) is None else _of(found)
+
+
+def _of(document: Mapping[str, Any]) -> Sources:
+    return Sources({file: (raw, tree) for file, (raw, tree) in document["files"].items()}, document["python"])
 
 
 def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
-    """Returns what is stored of each set of sources, oldest first: number, step, generation, changed, files."""
+    """Returns what is stored of each set of sources, oldest first: number, step, generation, until, changed, files."""
     return _documents(store, name).every()
 
 
-def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: float) -> str:
+def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: float, until: int = 0) -> str:
     """Writes the sources with which the run goes on from ``version``, unless they are those that are stored.
+
+    What the generations up to ``until`` made, they made with other ones, also after ``version``.
 
     Returns the sentence that says what changed, or "".  Raises :class:`~storage.errors.Exists` if another command has begun the run with
     other code meanwhile.
@@ -208,6 +217,7 @@ def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: flo
         "at": at,
         "step": version.step,
         "generation": version.generation,
+        "until": until,
         "changed": differs,
         "python": now.python,
         "files": {file: list(digests) for file, digests in sorted(now.files.items())},
@@ -221,12 +231,17 @@ def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: flo
     return f"code {number} of {name} goes on from step {version.step}: {listed(differs)}" if differs else ""
 
 
-def refused(name: str, bucket: str, differs: list[str], step: int, python: str = "") -> JobError:
-    """Returns the error of a run that would go on from ``step`` with other code.  ``python`` is the version of the stored sources."""
+def refused(name: str, bucket: str, differs: list[str], version: Version, python: str = "", *, looks: bool = False) -> JobError:
+    """Returns the error of a run that would go on from ``version`` with other code, or of a command that only ``looks`` at it.
+
+    ``python`` is the version of the stored sources.
+    """
     other = f" (read by Python {_python()} here, and {python} there)" if python not in ("", _python()) else ""
+    what = f"the code of the run {name!r} in bucket = {bucket!r} has changed since step {version.step}: {listed(differs)}{other}"
+    if looks:
+        return JobError(f"{what}; undo the change, or use the code of now all the same by --accept-code")
     return JobError(
-        f"the code of the run {name!r} in bucket = {bucket!r} has changed since step {step}: {listed(differs)}{other}; undo the change, or "
-        f"go on with it by --accept-code (launch(..., accept_code=True)), or begin at step 0 under another name"
+        f"{what}; undo the change, or go on with it by --accept-code (launch(..., accept_code=True)), or begin at step 0 under another name"
     )
 
 

@@ -17,8 +17,11 @@ from elastic import sources
 from elastic.errors import JobError, ModelError
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.metrics import rows_of
 from elastic.report.story import Line, Sentence, StepLine
+from elastic.runs import Run
 from elastic.sources import Sources, sources_of
+from elastic.train.revisit import evaluate_here, rerun_here
 from storage.errors import Exists
 from storage.objects import ObjectStore
 from tests.support.chaos import exported_hash
@@ -262,6 +265,71 @@ def test_l10_code_matters_only_where_a_run_goes_on(code: Path, tmp_path: Path) -
         trained(job.replace(steps=9))
     with pytest.raises(JobError, match=r"has changed since step 6: mine/layers\.py \(changed\)"):
         launch(job.replace(steps=9), local=True, branch=True)
+
+
+@pytest.fixture
+def of_two(code: Path, tmp_path: Path) -> Job:
+    """Returns the job of a run whose steps 1 to 3 were made with relu, and 4 to 6 with gelu; what is on disk is relu."""
+    validation = {"every": 3, "dataset": "mine.samples:Waves"}
+    job = job_of(tmp_path, validation=validation)
+    trained(job, stop=3)
+    edit(code / "mine/layers.py", RELU, GELU)
+    trained(job, accept_code=True)
+    edit(code / "mine/layers.py", GELU, RELU)
+    return job
+
+
+def test_l10_a_step_is_looked_at_with_the_code_that_made_it(
+    code: Path, of_two: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L10: `evaluate` and `rerun` take relu for what relu has made, and gelu for the rest; the bits are those that the run recorded.
+
+    The control: accepted all the same, other code gives another loss.
+    """
+    changed = r"code of the run 'run' .* has changed since step {}: mine/layers\.py \(changed\); undo the change, or use the code of now"
+    told = {int(row["step"]): row for row in rows_of(Run.find(of_two))}
+    assert rerun_here(of_two, 1).now.loss == told[1]["loss"] and evaluate_here(of_two, 3)[0].step == 3
+    for look, step in ((rerun_here, 4), (evaluate_here, 6), (evaluate_here, None)):
+        with pytest.raises(JobError, match=changed.format(step or 6)):
+            look(of_two, step)
+    assert rerun_here(of_two, 4, accept_code=True).now.loss != told[4]["loss"]
+    assert evaluate_here(of_two, 6, accept_code=True)[1].mean != told[6]["validation_loss"]
+    (tmp_path / "job.toml").write_text(to_toml(of_two))
+    for words in (["rerun", "--step", "4"], ["evaluate"]):
+        command = [words[0], str(tmp_path / "job.toml"), *words[1:]]
+        assert (main(command), main([*command, "--accept-code"])) == (1, 0)
+    assert "mine/layers.py" in capsys.readouterr().out
+    edit(code / "mine/layers.py", RELU, GELU)
+    assert rerun_here(of_two, 4).now.loss == told[4]["loss"] and evaluate_here(of_two)[1].mean == told[6]["validation_loss"]
+    for look, step in ((rerun_here, 1), (evaluate_here, 3)):
+        with pytest.raises(JobError, match=changed.format(step)):
+            look(of_two, step)
+
+
+@pytest.mark.parametrize("name", ["run", "fork"])
+def test_l10_what_goes_on_from_a_step_has_the_code_that_made_it(code: Path, of_two: Job, name: str) -> None:
+    """L10: a fork, and the run itself that goes back.  The control: with its newest code a run goes on from its newest step."""
+    job = of_two.replace(name=name, steps=9, validation={})
+    edit(code / "mine/layers.py", RELU, GELU)
+    with pytest.raises(JobError, match=r"has changed since step 3: mine/layers\.py \(changed\)"):
+        launch(job, local=True, resume="run@3")
+    store = ObjectStore.open(job.bucket)
+    assert not store.list("fork/") and not store.list("run/branches/") and len(sources.every(store, "run")) == 2
+    assert launch(job.replace(name="newest"), local=True, resume="run@6").state == "Finished"
+    edit(code / "mine/layers.py", GELU, RELU)
+    assert launch(job, local=True, resume="run@3").state == "Finished"
+    with pytest.raises(JobError, match=r"has changed since step 6: mine/layers\.py \(changed\)"):
+        launch(job.replace(name="other"), local=True, resume="newest@6")
+    assert launch(job.replace(name="other"), local=True, resume="newest@6", accept_code=True).state == "Finished"
+
+
+@pytest.mark.fast
+def test_l10_what_was_abandoned_has_the_code_that_made_it() -> None:
+    """L10: code that was noted after a rewind to step 2 did not make step 4 of an older generation, which is later than its beginning."""
+    store, relu, gelu = ObjectStore.open("memory://sources-at"), Sources({"a.py": ("1", "1")}), Sources({"a.py": ("2", "2")})
+    sources.begin(store, "run", relu, Version(0, 0), 0.0)
+    sources.begin(store, "run", gelu, Version(2, 1), 0.0, until=3)
+    assert [sources.at(store, "run", Version(4, generation)) for generation in (1, 2, 3, 4)] == [relu, relu, relu, gelu]
 
 
 def test_l10_no_command_is_locked_out_by_changed_code(code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

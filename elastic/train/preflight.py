@@ -124,7 +124,8 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     if start is not None and start.origin is not None:
         _check_origin(start, start.origin, lasting, run.store, build)
         if not job.init:
-            Run(job.replace(name=start.origin.run), run.store).check_code(sources, start.origin.version, accept=accept_code)
+            origin = Run(job.replace(name=start.origin.run), run.store)
+            origin.check_code_of(start.origin.version, sources, accept=accept_code or start.origin.version.step >= job.steps)
     if (newest := run.newest()) is None:
         notes += _initialising(job, model)
     else:
@@ -133,7 +134,10 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
             _check_quarantine(job, run.checkpoints.open(at), at)
         if why := misfit(job, lasting, run.checkpoints.open(newest).tensors(), newest):
             raise ModelError(why)
-        run.check_code(sources, newest, accept=accept_code)
+        if start is None or start.at is None:
+            run.check_code(sources, newest, accept=accept_code)
+        else:
+            run.check_code_of(start.at, sources, accept=accept_code)
     notes += _attention(job, model, session.loader.dataset)
     if local:
         return Checked(build, [*notes, *_unused(job)], sources)

@@ -21,6 +21,7 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.ledger import ledger
 from elastic.runs import Run
+from elastic.sources import sources_of
 from elastic.state.heal import Healing
 from elastic.train.alone import WORKER, go
 from elastic.train.apply_fence import ApplyFence
@@ -33,14 +34,15 @@ from elastic.train.step import Session, Step
 from elastic.train.validation import validate
 
 
-def evaluate_here(job: Job, step: int | None = None) -> tuple[Version, Validated]:
+def evaluate_here(job: Job, step: int | None = None, *, accept_code: bool = False) -> tuple[Version, Validated]:
     """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of ``[validation]``.
 
-    Raises :class:`JobError`, and :class:`~storage.errors.Damaged` for bytes that changed.
+    Raises :class:`JobError`, also if it was made with other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes
+    that changed.
     """
     run = Run.begun(job)
     asked = job.validation.model_copy(update={"every": max(job.validation.every, 1)})
-    with _restored(run, job, run.job.replace(validation=asked), step) as (session, state, fence):
+    with _restored(run, job, run.job.replace(validation=asked), step, step, accept_code) as (session, state, fence):
         version = state.shard.version
         return version, validate(session, state, fence, version.step)
 
@@ -59,10 +61,11 @@ class Again:
         return then is not None and (self.now.losses, self.now.squared_norm) == (then.losses, then.squared_norm)
 
 
-def rerun_here(job: Job, step: int) -> Again:
+def rerun_here(job: Job, step: int, *, accept_code: bool = False) -> Again:
     """Computes ``step`` again from the checkpoint before it, as its branch and the job's loop do, with the norms of all layers.
 
-    Raises :class:`JobError` if there is no good checkpoint of the step before, and :class:`~storage.errors.Damaged` for bytes that changed.
+    Raises :class:`JobError` if there is no good checkpoint of the step before, or if the step was made with other code unless
+    ``accept_code``, and :class:`~storage.errors.Damaged` for bytes that changed.
     """
     run = Run.begun(job)
     if not 1 <= step <= run.job.steps:
@@ -70,7 +73,7 @@ def rerun_here(job: Job, step: int) -> Again:
     its = run.job_of(step)
     watched = its.watch.model_copy(update={"every": 1})
     outcomes = list[Outcome]()
-    with _restored(run, job, its.replace(watch=watched, faults=()), step - 1) as (session, state, fence):
+    with _restored(run, job, its.replace(watch=watched, faults=()), step - 1, step, accept_code) as (session, state, fence):
         shape = CommitShape(1, 1, its.microbatches, its.microbatch_size, Layout())
 
         def once() -> Generator[Step]:
@@ -81,16 +84,28 @@ def rerun_here(job: Job, step: int) -> Again:
     return Again(outcomes[0], ledger(run.segments()).get(step))
 
 
+def _with_objects(its: Job, job: Job) -> Job:
+    """Returns the job of a step with the code that ``job`` gives as objects."""
+    return its.with_objects({setting: each for setting, each in job.objects().items() if each in its.code()})
+
+
 @contextmanager
-def _restored(run: Run, job: Job, its: Job, step: int | None) -> Iterator[tuple[Session, State, ApplyFence]]:
+def _restored(
+    run: Run, job: Job, its: Job, step: int | None, made: int | None, accept_code: bool
+) -> Iterator[tuple[Session, State, ApplyFence]]:
     """Yields the state of the good checkpoint at ``step``, or of the newest, and what is needed to compute with it, on the workers' kind of
-    device that ``job`` names."""
+    device that ``job`` names.
+
+    Raises :class:`JobError` if the step ``made``, or the newest one, was made with other code, unless ``accept_code``.
+    """
     version = Version(0, 0) if step == 0 else run.version_at(step)
-    its = its.with_objects({setting: each for setting, each in job.objects().items() if each in its.code()})
-    its = its.replace(workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
+    its = _with_objects(its, job).replace(workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
     device = prepare_process(its)
     with TemporaryDirectory() as folder:
         session = make_session(its, Counters(Path(folder) / "counters", create=True))
+        then = run.made(version.step if made is None else made)
+        code = sources_of(_with_objects(run.job_of(then.step), job).code())
+        run.check_code_of(then, code, accept=accept_code, looks=True)
         world = World.alone(device, generation=1)
         try:
             plan = Plan(1, 1, Layout(), (WORKER,), version, "bucket" if version.step else "init", (), NodeId("local"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Column, Table
 
 from actors.terminal import console, say
-from elastic import retention
+from elastic import forks, retention
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
@@ -132,7 +132,10 @@ def rm(job: Job, step: int, force: bool) -> int:
 
 
 def gc(job: Job, dry: bool, force: bool) -> int:
-    """Deletes what no rule keeps and what saves have left, or with ``dry`` only says so.  Raises :class:`PlatformGaveUp` as :func:`rm`."""
+    """Deletes what no rule keeps and what saves have left, or with ``dry`` only says so.  Raises :class:`PlatformGaveUp` as :func:`rm`.
+
+    Then it looks for references that nobody needs.  What they have kept goes with the next call.
+    """
     run, claim = at_rest(job, force, LIVES)
     listed = run.checkpoints.versions()
     found = retention.judge(run, job.keep(), retention.as_it_stands(run), listed)
@@ -143,10 +146,19 @@ def gc(job: Job, dry: bool, force: bool) -> int:
             say(f"{version} would be deleted: {what}")
     else:
         _delete(run, (*found.marked, *found.due), "`elastic checkpoint gc`", claim)
+    _release(run, dry, claim)
     number = len(found.marked) + len(found.due)
     rule = "" if job.keep().last else "; checkpoint.keep_last = 0 keeps all that are complete"
     say(f"{number} {'would be ' if dry else ''}deleted, {len(found.kept)} kept{rule}")
     return 0
+
+
+def _release(run: Run, dry: bool, claim: int) -> None:
+    """Collects the references of forks that never began, or were removed, or with ``dry`` only says which there are."""
+    for each, gone in [(each, False) for each in forks.unused(run.store, run.job.name)] if dry else retention.release(run, claim):
+        then = f"is not kept for the run {each.run!r} any more" if gone else f"is kept for the run {each.run!r}"
+        again = "" if gone else "; the next `elastic checkpoint gc` lets it go if that is still so"
+        say(f"{each.version} {then}, which is not there or does not go on from it{again}")
 
 
 def verify(job: Job, step: int | None) -> int:

@@ -2,18 +2,25 @@
 
     <run>/job.json                                       "origin": the run and the version from which a fork goes on
     <holder>/references/<run>-<step>-<generation>.json   the holder of a checkpoint keeps it for that run
+    <holder>/unused/<run>-<step>-<generation>.json       a mark: there was no such run, or it did not need the checkpoint
 
 A reference is written before the run that needs it begins, and stays as long as that run may be resumed.  Who deletes a checkpoint looks
 for references before it marks it, and again before it removes it.  Who forks writes the reference first, and then looks for the mark.  So
 one of the two sees the other: a checkpoint that had no mark once the reference was there is not removed.
+
+A command that dies leaves a reference without a run, and so does a run that is removed.  They are collected in two phases, too: one round
+marks them, and a later one removes those that are still unused, and then looks once more.  Who forks writes ``job.json`` and then makes
+sure that its reference is there.  So again one of the two sees the other, however long the fork takes to begin.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
 
 from elastic.config.values import checkpoint_of
 from elastic.errors import JobError
@@ -48,12 +55,31 @@ class Origin:
         return f"{self.version} of {self.run}"
 
 
+class Reference(NamedTuple):
+    """A run for which another one keeps a checkpoint."""
+
+    run: str
+    version: Version
+
+    @property
+    def name(self) -> str:
+        return f"{self.run}-{self.version.step}-{self.version.generation}.json"
+
+    def to_bytes(self) -> bytes:
+        return seal({"format": 1, "run": self.run, "step": self.version.step, "generation": self.version.generation})
+
+
 def origin_of(store: ObjectStore, name: str) -> Origin | None:
     """Returns the checkpoint from which the run of that name was forked; None for another run, or if there is none of that name."""
     with suppress(Missing):
-        if (found := json.loads(store.get(f"{name}/job.json")).get("origin")) is not None:
-            return Origin(found["run"], Version(found["step"], found["generation"]))
+        return _origin_in(json.loads(store.get(f"{name}/job.json")))
     return None
+
+
+def _origin_in(begun: Mapping[str, Any]) -> Origin | None:
+    """Returns the origin that ``job.json`` names, or None."""
+    found = begun.get("origin")
+    return None if found is None else Origin(found["run"], Version(found["step"], found["generation"]))
 
 
 def checkpoints(store: ObjectStore, name: str) -> Checkpoints:
@@ -65,11 +91,15 @@ def checkpoints(store: ObjectStore, name: str) -> Checkpoints:
 def references(store: ObjectStore, name: str) -> dict[Version, tuple[str, ...]]:
     """Returns the versions of a run that others need, each with the names of these."""
     found: dict[Version, tuple[str, ...]] = {}
+    for each in _kept(store, name):
+        found[each.version] = (*found.get(each.version, ()), each.run)
+    return found
+
+
+def _kept(store: ObjectStore, name: str) -> Iterator[Reference]:
     for key in store.list(f"{name}/references/"):
         about = unseal(store.get(key), store.full_name(key), 1)
-        version = Version(about["step"], about["generation"])
-        found[version] = (*found.get(version, ()), str(about["run"]))
-    return found
+        yield Reference(str(about["run"]), Version(about["step"], about["generation"]))
 
 
 def refer(store: ObjectStore, origin: Origin, name: str) -> Origin:
@@ -77,25 +107,81 @@ def refer(store: ObjectStore, origin: Origin, name: str) -> Origin:
 
     Raises :class:`JobError` unless it is a good one that is not being deleted.
     """
-    holder = Origin(checkpoints(store, origin.run).holder(origin.version), origin.version)
-    key = f"{holder.run}/references/{name}-{origin.version.step}-{origin.version.generation}.json"
-    about = {"format": 1, "run": name, "step": origin.version.step, "generation": origin.version.generation}
+    holder, reference = Origin(checkpoints(store, origin.run).holder(origin.version), origin.version), Reference(name, origin.version)
+    _hold(store, holder, reference)
+    store.delete(f"{holder.run}/unused/{reference.name}")
+    return holder
+
+
+def _hold(store: ObjectStore, holder: Origin, reference: Reference) -> None:
+    """Writes a reference, unless it is there.  Raises as :func:`refer`."""
+    key = f"{holder.run}/references/{reference.name}"
     with suppress(Exists):
-        store.put_if_absent(key, seal(about))
+        store.put_if_absent(key, reference.to_bytes())
     found = _look(store, holder)
     if found is None or not found.good:
         store.delete(key)
         why = "is being deleted" if found is not None and found.deleted else "is not complete, or damaged"
-        raise JobError(f"the checkpoint of {origin} {why}; name another one: `elastic checkpoint ls` lists them")
-    return holder
+        raise JobError(f"the checkpoint of {holder} {why}; name another one: `elastic checkpoint ls` lists them")
 
 
 def begin(store: ObjectStore, job: Job, origin: Origin, changed: dict[str, Any]) -> None:
-    """Begins the run of ``job`` as a fork.  Raises :class:`JobError` as :func:`refer`, and :class:`Exists` if there is such a run."""
-    holder = refer(store, origin, job.name)
+    """Begins the run of ``job``: as a fork, or (with ``init``) as one that has the weights of ``origin``.
+
+    Raises :class:`JobError` as :func:`refer`, and :class:`Exists` if there is such a run.
+    """
+    holder, key = refer(store, origin, job.name), f"{job.name}/job.json"
     came = {"run": holder.run, "step": origin.version.step, "generation": origin.version.generation, "changed": changed}
     earlier = [each.to_json() for each in job.stretches()[:-1]]
-    store.put_if_absent(f"{job.name}/job.json", document(job, origin=came, earlier=earlier))
+    store.put_if_absent(key, document(job) if job.init else document(job, origin=came, earlier=earlier))
+    reference = Reference(job.name, origin.version)
+    if not store.exists(f"{holder.run}/references/{reference.name}"):  # it was collected before the run was there
+        try:
+            _hold(store, holder, reference)
+        except JobError:
+            store.delete(key)
+            raise
+
+
+# ---- references that nobody needs
+
+
+def unused(store: ObjectStore, name: str) -> list[Reference]:
+    """Returns the references to checkpoints of a run whose runs are not there, or do not need them."""
+    return [each for each in _kept(store, name) if not _needs(store, each, name)]
+
+
+def _needs(store: ObjectStore, reference: Reference, holder: str) -> bool:
+    """Returns whether there is a run that goes on from the checkpoint, or began with its weights, perhaps as those of another fork."""
+    try:
+        begun = json.loads(store.get(f"{reference.run}/job.json"))
+    except Missing:
+        return False
+    origin, word = Origin(holder, reference.version), begun["job"].get("init", "").rpartition("@")[2]
+    return _origin_in(begun) == origin or (bool(word) and ("." not in word or origin.word.endswith(f"@{word}")))
+
+
+def collect(store: ObjectStore, name: str, reference: Reference) -> bool:
+    """Performs a phase of the collection of a reference that was unused.  Returns whether it is gone: if it was marked before."""
+    mark, key = f"{name}/unused/{reference.name}", f"{name}/references/{reference.name}"
+    try:
+        store.put_if_absent(mark, reference.to_bytes())
+        return False
+    except Exists:
+        store.delete(key)
+    if needed := _needs(store, reference, name):
+        with suppress(Exists):
+            store.put_if_absent(key, reference.to_bytes())
+    store.delete(mark)
+    return not needed
+
+
+def unmark(store: ObjectStore, name: str) -> None:
+    """Removes the marks of references that are needed by now, or are gone."""
+    idle = {each.name for each in unused(store, name)}
+    for key in store.list(f"{name}/unused/"):
+        if PurePosixPath(key).name not in idle:
+            store.delete(key)
 
 
 def document(job: Job, **more: Any) -> bytes:

@@ -41,17 +41,16 @@ class Start:
         return f"init = {self.job.init!r}" if self.job.init else f"--resume {self.origin and self.origin.word}"
 
     def begin(self) -> str:
-        """Begins a fork, or makes sure that the weights of ``init`` stay; returns the sentence that says so, or "".
+        """Begins a fork, or a run with the weights of ``init``; returns the sentence that says so, or "".
 
         Raises :class:`JobError` if the checkpoint is gone meanwhile, and :class:`~storage.errors.Exists` if there is such a run by now.
         """
         if self.origin is None:
             return self.said
         store, name = ObjectStore.open(self.job.bucket), self.job.name
-        if self.job.init:
-            forks.refer(store, self.origin, name)
-            return f"{name} begins at step 0 with the weights of {self.origin}"
         forks.begin(store, self.job, self.origin, self.changed)
+        if self.job.init:
+            return f"{name} begins at step 0 with the weights of {self.origin}"
         what = ", ".join(f"{key} = {there!r} there and {here!r} here" for key, (there, here) in self.changed.items())
         return f"{name} goes on from {self.origin}: {what or 'with the same settings'}"
 

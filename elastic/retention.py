@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from elastic import branches, forks
 from elastic.control import saves
+from elastic.forks import Reference
 from elastic.ids import Version
 from elastic.plan.retention import Found, Keep, reasons, victims
 from elastic.protocol import lineage
@@ -95,6 +96,19 @@ def remove(run: Run, versions: Iterable[Version], claim: int) -> tuple[Version, 
         else:
             run.checkpoints.remove(version)
     return tuple(stay)
+
+
+def release(run: Run, claim: int) -> list[tuple[Reference, bool]]:
+    """Performs a round on the references that nobody needs: removes what an earlier round has marked, and marks the others.
+
+    Returns each of them, and whether it is gone.  Raises as :func:`mark` does.
+    """
+    done = list[tuple[Reference, bool]]()
+    forks.unmark(run.store, run.job.name)
+    for each in forks.unused(run.store, run.job.name):
+        _check(run, claim)
+        done.append((each, forks.collect(run.store, run.job.name, each)))
+    return done
 
 
 def _check(run: Run, claim: int) -> None:

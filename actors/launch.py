@@ -12,25 +12,26 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
 from actors import cluster
+from actors.begin import Show, begin, begin_here, claim, note_code
 from actors.coordinator import Coordinator, View
 from actors.objects import pack
 from actors.signals import Requests
 from actors.terminal import screen_for
 from elastic import restarts
 from elastic.branches import flat
-from elastic.engine.optim.schedule import learning_rate_of
-from elastic.errors import FINISHED, STOPPED, ClusterGone, CodeError, CoordinatorGone, JobError, PlatformGaveUp
+from elastic.errors import FINISHED, STOPPED, ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Line, Sentence
-from elastic.resume import LATEST, Start, rewind, start_of
+from elastic.resume import LATEST, Start, start_of
 from elastic.runs import Run
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ LEAVING_S = 2.0
 """Seconds for a coordinator whose run is over to end itself, once its drivers have seen the end."""
 STEPS = 100_000
 """Largest number of steps of which a result gives the losses."""
-Show = Callable[[Line], None]
 Look = Callable[[View], None]
 """A function that gets each answer of the coordinator, after its new lines were shown."""
 
@@ -142,8 +142,7 @@ def launch(
         living = "" if address else _at_its_cluster(job, show)
         if local:
             _refuse_living(job, living)
-            _begin(start, show, branch)
-            return _result(job, *run_local(job, show, lambda run: _note_code(run, checked, show)))
+            return _result(job, *run_local(job, show, partial(begin_here, start, checked, show, branch)))
         run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()
@@ -152,8 +151,8 @@ def launch(
         requests.note()
         if (branch or accept_code) and attach(job.name) is not None:
             raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
-        _begin(start, show, branch)
-        return _follow(_heeding_the_driver(job, show), checked, objects, requests, show, look, seen, again)
+        start = replace(start, job=_heeding_the_driver(job, show))
+        return _follow(start, checked, objects, requests, show, look, seen, again, branch)
 
 
 def _refuse_living(job: Job, address: str) -> None:
@@ -161,35 +160,6 @@ def _refuse_living(job: Job, address: str) -> None:
     if address:
         ray.shutdown()
         raise JobError(f"name = {job.name!r}: this run lives on the cluster at {address}; `elastic stop` ends it, or choose another name")
-
-
-def _begin(start: Start, show: Show, branch: bool) -> None:
-    """Begins a fork, or a branch, if one is asked for and there is anything to change."""
-    if forked := start.begin():
-        show(Sentence(time.time(), forked))
-    if not branch:
-        return
-    job, now = start.job, time.time()
-    run, before = Run.look(job, branch=True), Run.find(job).job
-    run.check_local()
-    if said := run.branch(now) if start.at is None else rewind(run, now, start.at):
-        version = run.newest()
-        show(Sentence(time.time(), f"{said}{_rates(before, run.job, 1 if version is None else version.step + 1)}"))
-
-
-def _rates(before: Job, now: Job, step: int) -> str:
-    """Returns the part of a sentence with the learning rates of ``step``, if a branch changes them."""
-    try:
-        old, new = (learning_rate_of(each, step) for each in (before, now))
-    except CodeError:  # the schedule of before is not here any more
-        return ""
-    return f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}" if old != new else ""
-
-
-def _note_code(run: Run, checked: Checked, show: Show) -> None:
-    """Notes with which code the run goes on, and tells the user if it had another."""
-    if said := run.trains_with(checked.sources, time.time()):
-        show(Sentence(time.time(), said))
 
 
 def _at_its_cluster(job: Job, show: Show) -> str:
@@ -238,23 +208,34 @@ def _heeding_the_driver(job: Job, show: Show) -> Job:
 
 
 def _follow(
-    job: Job, checked: Checked, objects: Sequence[bytes], requests: Requests, show: Show, look: Look, seen: int, again: bool
+    begins: Start,
+    checked: Checked,
+    objects: Sequence[bytes],
+    requests: Requests,
+    show: Show,
+    look: Look,
+    seen: int,
+    again: bool,
+    branch: bool,
 ) -> Result:
     """Attaches to the run, or starts it, and watches it to its end or until this driver is told to leave.
 
     ``seen`` is the run's newest incarnation that this driver has seen: it does not start the run if somebody else has begun it since.
     Raises :class:`~elastic.errors.NoProgress` if it was started in vain too often, unless ``again``.
     """
+    job = begins.job
     driver = uuid.uuid4().hex
     coordinator, deadline_s = attach(job.name), 2 * job.deadlines.lease_s  # by then the workers have ended themselves
     if coordinator is not None and _is_ending(coordinator, deadline_s):
         _await_end(job.name, coordinator, show, deadline_s)
-        coordinator, seen = None, Run.look(job).latest_claim()
+        coordinator, seen = None, Run.look(job, branch=branch).latest_claim()
     if coordinator is None:
-        restarts.check(Run.look(job), again=again)
+        run = Run.look(job, branch=branch)
+        restarts.check(run, again=again or (branch and run.branches_at(begins.at) is not None))
         cluster.check_room(job.workers)
         job = _with_microbatch(job, show)
-        _note_code(Run.open(job), checked, show)
+        seen = begin(replace(begins, job=job), show, branch, partial(claim, seen=seen)) or seen
+        note_code(Run.open(job), checked, show)
         coordinator = start(job, replace(checked.build, host=cluster.place(cluster.here())), driver, seen, objects)
     else:
         show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{_not_ours(job, coordinator, deadline_s)}"))

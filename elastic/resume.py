@@ -115,10 +115,10 @@ def saved(run: Run) -> list[Version]:
     return [each.version for each in run.checkpoints.versions() if each.good and lineage.contains(line, each.version)]
 
 
-def rewind(run: Run, now: float, version: Version) -> str:
+def rewind(run: Run, now: float, version: Version, incarnation: int = 0) -> str:
     """Begins a branch of ``run``, with its job, that goes on from ``version``.  Returns and raises as :meth:`Run.branch`."""
     metrics.keep_until(run, version)
-    return run.branch(now, version)
+    return run.branch(now, version, incarnation)
 
 
 def best_of(run: Run) -> tuple[Version, float] | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import elastic
 from elastic import branches, forks, sources
+from elastic.branches import Branch
 from elastic.control import codec
 from elastic.control.evolve import evolve
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
@@ -112,23 +113,37 @@ class Run:
                 branches.check(job, found, asked=branch)
         return cls(job, store)
 
-    def branch(self, now: float, at: Version | None = None) -> str:
-        """Begins a branch at the newest good checkpoint, or at the good one ``at``: from there on the run has this job.
+    def branches_at(self, at: Version | None = None) -> Version | None:
+        """Returns the version from which a branch with this job goes on: the newest good checkpoint, or the good one ``at``.
 
-        Returns the sentence that says so; it is "" if there is nothing to change.  Raises :class:`JobError` if the run has gone further
-        than the job, and :class:`Exists` if another command has begun a branch.
+        Returns None if there is nothing to change.  Raises :class:`JobError` if the run has gone further than the job.
         """
         there = branches.newest(self.store, self.job.name)
         if there is None:
-            return ""
-        found, known, claim = self.job.begun_as(there.job).after(there.earlier), self.standing(0, 0.0), self.latest_claim()
-        newest = max(known.history.saved, default=Version(0, 0))
+            return None
+        newest = self.newest() or Version(0, 0)
         version = newest if at is None else at
-        if found.digest == self.job.digest and version == newest:
-            return ""
+        if self._begun_as(there).digest == self.job.digest and version == newest:
+            return None
         if version.step > self.job.steps:
             raise JobError(f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} already; ask for more steps")
-        return branches.begin(self.store, self.job, found, version, now, until=known.generation, claim=claim)
+        return version
+
+    def branch(self, now: float, at: Version | None = None, incarnation: int = 0) -> str:
+        """Begins a branch where :meth:`branches_at` says: from there on the run has this job.
+
+        Whoever goes on at once claims the run before, as ``incarnation``.  Then a coordinator that still lives somewhere, and notices the
+        claim later, trains worlds of the old job only, which are abandoned.  Returns the sentence that says so, "" if there is nothing to
+        change.  Raises as :meth:`branches_at`, and :class:`Exists` if another command has begun a branch.
+        """
+        there, version = branches.newest(self.store, self.job.name), self.branches_at(at)
+        if there is None or version is None:
+            return ""
+        until, claim = self.standing(incarnation, 0.0).generation, incarnation - 1 if incarnation else self.latest_claim()
+        return branches.begin(self.store, self.job, self._begun_as(there), version, now, until=until, claim=claim)
+
+    def _begun_as(self, there: Branch) -> Job:
+        return self.job.begun_as(there.job).after(there.earlier)
 
     @classmethod
     def find(cls, job: Job) -> Run:
@@ -153,8 +168,7 @@ class Run:
         made = self.made(step)
         if not contains(self.standing(0, 0.0).history.lineage, made):
             return self.job
-        there = branches.at(self.store, self.job.name, made)
-        return self.job.begun_as(there.job).after(there.earlier)
+        return self._begun_as(branches.at(self.store, self.job.name, made))
 
     def made(self, step: int) -> Version:
         """Returns the version of ``step`` on the surviving lineage; if no checkpoint knows it, of the last known generation."""

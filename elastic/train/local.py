@@ -62,10 +62,16 @@ from storage.errors import Damaged, StorageError
 from storage.slices import Tensor
 
 
-def run_local(job: Job, show: Callable[[Line], None], begun: Callable[[Run], None] = lambda run: None) -> tuple[str, str, int]:
+def claimed(job: Job) -> tuple[Run, int]:
+    """Returns the run of ``job``, and the incarnation that this process has claimed of it."""
+    run = Run.open(job)
+    return run, run.claim_here()
+
+
+def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tuple[Run, int]] = claimed) -> tuple[str, str, int]:
     """Trains to the end in this process; returns (state, reason, step).  Ctrl-C stops after a save of the last complete step.
 
-    ``begun`` gets the run once it is certain that it can begin.
+    ``begin`` begins the run and claims it, once it is certain that it can begin.
 
     Raises :class:`JobError`, and :class:`PlatformGaveUp` if a save fails.
     """
@@ -73,10 +79,8 @@ def run_local(job: Job, show: Callable[[Line], None], begun: Callable[[Run], Non
     job, why = decided(job, partial(memory_of, job, device), local=True)
     if why:
         show(Sentence(time.time(), why))
-    run = Run.open(job)
-    begun(run)
-    job = run.job
-    start = run.standing(run.claim_here(), time.time())
+    run, incarnation = begin(job)
+    job, start = run.job, run.standing(incarnation, time.time())
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
         if job.offloads:

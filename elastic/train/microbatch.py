@@ -29,7 +29,7 @@ def decided(job: Job, memory: Callable[[], int], *, local: bool = False) -> tupl
     """
     if job.microbatch != "auto":
         return job, ""
-    job, why = Run.look(job).job, "the run began with it"
+    job, why = Run.look(job, branch=True).job, "the run began with it"  # whether it may go on with other settings is asked elsewhere
     if job.microbatch == "auto":
         job, why = chosen(job, memory(), local=local)
     return job, f"microbatch = {job.microbatch}: {why}"

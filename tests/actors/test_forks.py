@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from actors import cluster
 from actors.launch import launch
-from elastic.errors import JobError
+from elastic import branches
+from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.metrics import rows_of
@@ -68,3 +70,23 @@ def test_l5_a_warm_start_has_the_same_bits_in_every_layout(tmp_path: Path) -> No
     assert exported_hash(many) == exported_hash(job_of(tmp_path, "one", 4, init="run@3"))
     launch(job_of(tmp_path, "cold", 4), local=True)
     assert exported_hash(job_of(tmp_path, "cold", 4)) not in ("", exported_hash(many))
+
+
+def test_l4_a_command_that_is_refused_for_want_of_room_begins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L4, L5: neither a branch, nor a fork, nor a run with given weights.  The control: with room the branch is begun."""
+    job = job_of(tmp_path, "run", 2, checkpoint={"save_every": 2})
+    launch(job, local=True)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(cluster, "ROOM_S", 0.0)
+    longer = {"steps": 4, "checkpoint": {"save_every": 2}}
+    changed = job_of(tmp_path, "run", **longer, workers={"cpus": 999})
+    fork, warm = changed.replace(name="fork"), changed.replace(name="warm", init="run@2")
+    for asked, words in ((changed, {"branch": True}), (fork, {"resume": "run@2"}), (warm, {})):
+        with pytest.raises(PlatformGaveUp, match="but the cluster has room for 0"):
+            launch(asked, **words)
+        assert sorted(tmp_path.rglob("*")) == before, asked.name
+    monkeypatch.undo()
+    run, roomy = Run.find(job), job_of(tmp_path, "run", **longer)
+    assert launch(roomy, branch=True).state == "Finished"
+    (branch,) = branches.every(run.store, "run")
+    assert branch["claim"] == 1 and run.latest_claim() == 3 and run.newest() == Version(4, branch["until"] + 1)

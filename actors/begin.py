@@ -1,0 +1,82 @@
+"""Begins what a command that trains has asked for: a fork, a branch, the note of the code.  It is done last, when nothing refuses the run.
+
+A branch changes what a run is, so the run is claimed before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import ray
+
+from actors import cluster
+from elastic.engine.optim.schedule import learning_rate_of
+from elastic.errors import CodeError, PlatformGaveUp
+from elastic.job import Job
+from elastic.report.story import Line, Sentence
+from elastic.resume import Start, rewind
+from elastic.runs import Run
+from storage.errors import Exists
+
+if TYPE_CHECKING:
+    from elastic.train.preflight import Checked
+
+Show = Callable[[Line], None]
+
+
+def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run], int]) -> int:
+    """Begins a fork, or a branch, if one is asked for and there is anything to change.
+
+    A branch is begun once ``claims`` has claimed the run: who lived until then goes no further.  Returns that incarnation, or 0.
+    """
+    if forked := start.begin():
+        show(Sentence(time.time(), forked))
+    if not branch:
+        return 0
+    job, now = start.job, time.time()
+    run, before = Run.look(job, branch=True), Run.find(job).job
+    run.check_local()
+    if run.branches_at(start.at) is None:
+        return 0
+    incarnation = claims(run)
+    said = run.branch(now, incarnation=incarnation) if start.at is None else rewind(run, now, start.at, incarnation)
+    version = run.newest()
+    step = 1 if version is None else version.step + 1
+    show(Sentence(now, f"{said}{_rates(before, run.job, step)}"))
+    return incarnation
+
+
+def _rates(before: Job, now: Job, step: int) -> str:
+    """Returns the part of a sentence with the learning rates of ``step``, if a branch changes them."""
+    try:
+        old, new = (learning_rate_of(each, step) for each in (before, now))
+    except CodeError:  # the schedule of before is not here any more
+        return ""
+    return f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}" if old != new else ""
+
+
+def begin_here(start: Start, checked: Checked, show: Show, branch: bool, job: Job) -> tuple[Run, int]:
+    """Begins the run in this process, and returns it with the incarnation that was claimed."""
+    incarnation = begin(replace(start, job=job), show, branch, Run.claim_here)
+    run = Run.open(job)
+    incarnation = incarnation or run.claim_here()
+    note_code(run, checked, show)
+    return run, incarnation
+
+
+def claim(run: Run, seen: int) -> int:
+    """Claims a run for the coordinator that is about to be started.  Raises :class:`PlatformGaveUp` if somebody has begun it meanwhile."""
+    try:
+        return run.claim(ray.get_runtime_context().gcs_address, node=cluster.here(), after=run.follows(seen))
+    except Exists:
+        what = f"{run.job.name} was begun on the cluster at {run.home()} while this command started"
+        raise PlatformGaveUp(f"{what}; `elastic status` shows it") from None
+
+
+def note_code(run: Run, checked: Checked, show: Show) -> None:
+    """Notes with which code the run goes on, and tells the user if it had another."""
+    if said := run.trains_with(checked.sources, time.time()):
+        show(Sentence(time.time(), said))

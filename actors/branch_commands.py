@@ -40,16 +40,15 @@ def rollback(known: Namespace) -> int:
     version = before_divergence(run) if known.to == AUTO else resume.checkpoint(run, known.to)
     optim = run.job.optim.model_copy(update={"lr": run.job.optim.lr * known.lr_scale})
     changed = Run.look(run.job.replace(optim=optim), branch=True)
-    if run.latest_claim() != claim:
-        raise PlatformGaveUp(f"another command has begun to train {asked.name} meanwhile; it is not rolled back")
-    try:
-        said = resume.rewind(changed, time.time(), version)
-    except Exists:
-        raise PlatformGaveUp(f"another command has begun a branch of {asked.name} meanwhile; it is not rolled back") from None
-    if not said:
+    if changed.branches_at(version) is None:
         say(f"{asked.name} is at step {version.step} already, and nothing was to change")
         return 0
-    say(said)
+    try:
+        say(resume.rewind(changed, time.time(), version, changed.claim_here(after=claim)))
+    except Exists:
+        raise PlatformGaveUp(
+            f"another command has begun to train {asked.name} or a branch of it meanwhile; it is not rolled back"
+        ) from None
     words = [str(known.job), *known.line]
     if known.lr_scale != 1:
         words = [str(known.job), *_without(known.line, "--optim.lr"), "--optim.lr", repr(optim.lr)]

@@ -264,13 +264,13 @@ class Run:
         about = {"address": address, "host": platform.node(), "life": life, "node": node, **more}
         return claim_owner(self.store, self.job.name, about, after)
 
-    def claim_here(self) -> int:
-        """Claims the next incarnation for this process, which trains the run by itself.
+    def claim_here(self, after: int | None = None) -> int:
+        """Claims the next incarnation, or that ``after`` another one, for this process, which trains the run by itself or changes it.
 
-        Raises :class:`JobError` if another process of this machine does so already.
+        Raises :class:`JobError` if another process of this machine does so already, and :class:`Exists` as :meth:`claim`.
         """
         self.check_local()
-        return self.claim(LOCAL, life=_life_of(os.getpid()))
+        return self.claim(LOCAL, life=_life_of(os.getpid()), after=after)
 
     def local_process(self) -> int:
         """Returns the id of the process of this machine that trains the run with ``--local``, or 0."""

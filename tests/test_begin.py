@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.begin import begin
+from actors.cli import main
 from elastic import branches
 from elastic.ids import Version
 from elastic.job import Job
@@ -15,6 +16,7 @@ from elastic.resume import Start
 from elastic.runs import Run
 from tests.control.play import stepping
 from tests.storage.states import TENSORS, state_of, write
+from tests.support.job_file import to_toml
 from tests.support.toys import toy_job
 from tests.test_metrics import Written
 
@@ -66,3 +68,14 @@ def test_l4_the_run_is_claimed_before_the_branch_and_only_for_one(tmp_path: Path
     assert begin(Start(run.job), lambda line: None, True, claim) == 0 and seen == []
     assert begin(Start(changed), lambda line: None, True, claim) == 2 and seen == [(1, 1)]
     assert branches.number_of(run.store, "toy") == 2 and begin(Start(changed), lambda line: None, True, claim) == 0
+
+
+def test_l4_a_rollback_claims_the_run_too(tmp_path: Path) -> None:
+    """L4: with --force it is for a run that may live.  The control is the first test."""
+    run, _ = living(tmp_path)
+    (tmp_path / "job.toml").write_text(to_toml(run.job))
+    assert main(["rollback", str(tmp_path / "job.toml"), "--to", "5", "--lr-scale", "0.5", "--force"]) == 0
+    saved(run, Version(10, 2), ((1, 5), (2, 10)))
+    assert (Run.find(run.job).newest(), run.latest_claim(), run.local_process()) == (Version(5, 1), 2, 0)
+    assert main(["rollback", str(tmp_path / "job.toml"), "--to", "5", "--force", "--optim.lr", str(run.job.optim.lr / 2)]) == 0
+    assert run.latest_claim() == 2, "nothing was to change"

@@ -52,8 +52,9 @@ from elastic.protocol.actions import (
     Upload,
 )
 from elastic.protocol.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
+from elastic.receipts import Parts
 from elastic.retention import Retention
-from elastic.runs import Parts, Run
+from elastic.runs import Run
 from storage.checkpoints import ShardReceipt
 from storage.errors import StorageError, Unavailable
 
@@ -247,8 +248,7 @@ class Group:
 
     def _not_made(self, worker: WorkerId, error: BaseException) -> None:
         """Refuses the node: the process came up but the worker could not be made, and another start there would fail in the same way."""
-        node = cluster.node_of(self.workers[worker])
-        if node is not None:
+        if (node := cluster.node_of(self.workers[worker])) is not None:
             self.post(NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {_why_not_made(error)}"))
         self.post(StartFailed(worker, _why_not_made(error)))
 

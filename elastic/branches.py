@@ -32,6 +32,8 @@ class Branch(NamedTuple):
 
     job: dict[str, Any]
     earlier: Stretches = ()
+    begun: Mapping[str, Any] | None = None
+    """The document ``job.json``, if it was read for this: only the first branch is there."""
 
 
 def newest(store: ObjectStore, name: str) -> Branch | None:
@@ -148,7 +150,8 @@ def _shown(differs: Mapping[str, tuple[Any, Any]], there: str = " there and ", h
 
 def _begun(store: ObjectStore, name: str) -> Branch:
     """Returns branch 1.  Raises :class:`Missing` if there is no such run."""
-    return _of(json.loads(store.get(f"{name}/job.json")))
+    begun = json.loads(store.get(f"{name}/job.json"))
+    return _of(begun)._replace(begun=begun)
 
 
 def _of(document: Mapping[str, Any]) -> Branch:

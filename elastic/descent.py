@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastic import branches, forks, metrics, resume
+from elastic import branches, metrics, resume
 from elastic.config.values import checkpoint_of
 from elastic.errors import ElasticError
 from elastic.forks import Origin
@@ -67,7 +67,7 @@ def _look(store: ObjectStore, bucket: str, name: str) -> Descent:
         newest = run.newest()
         return Descent(
             name,
-            forks.origin_of(store, name),
+            run.origin,
             run.job.init,
             tuple(every),
             newest.step if newest else 0,

@@ -72,11 +72,11 @@ class Reference(NamedTuple):
 def origin_of(store: ObjectStore, name: str) -> Origin | None:
     """Returns the checkpoint from which the run of that name was forked; None for another run, or if there is none of that name."""
     with suppress(Missing):
-        return _origin_in(json.loads(store.get(f"{name}/job.json")))
+        return origin_in(json.loads(store.get(f"{name}/job.json")))
     return None
 
 
-def _origin_in(begun: Mapping[str, Any]) -> Origin | None:
+def origin_in(begun: Mapping[str, Any]) -> Origin | None:
     """Returns the origin that ``job.json`` names, or None."""
     found = begun.get("origin")
     return None if found is None else Origin(found["run"], Version(found["step"], found["generation"]))
@@ -84,7 +84,11 @@ def _origin_in(begun: Mapping[str, Any]) -> Origin | None:
 
 def checkpoints(store: ObjectStore, name: str) -> Checkpoints:
     """Returns the checkpoints of a run.  Those of a fork begin with the one of its origin."""
-    origin = origin_of(store, name)
+    return checkpoints_of(store, name, origin_of(store, name))
+
+
+def checkpoints_of(store: ObjectStore, name: str, origin: Origin | None) -> Checkpoints:
+    """Returns the checkpoints of a run whose origin is known."""
     return Checkpoints(store, name, {} if origin is None else {origin.version: origin.run})
 
 
@@ -158,7 +162,7 @@ def _needs(store: ObjectStore, reference: Reference, holder: str) -> bool:
     except Missing:
         return False
     origin, word = Origin(holder, reference.version), begun["job"].get("init", "").rpartition("@")[2]
-    return _origin_in(begun) == origin or (bool(word) and ("." not in word or origin.word.endswith(f"@{word}")))
+    return origin_in(begun) == origin or (bool(word) and ("." not in word or origin.word.endswith(f"@{word}")))
 
 
 def collect(store: ObjectStore, name: str, reference: Reference) -> bool:

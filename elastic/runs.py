@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ from elastic.control.evolve import evolve
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.forks import Origin
+from elastic.ids import NodeId, Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage, contains
 from elastic.sources import Sources
 from storage import journal
-from storage.checkpoints import Listed, ShardReceipt
+from storage.checkpoints import Checkpoints, Listed, ShardReceipt
 from storage.documents import seal, unseal
 from storage.errors import Deposed, Exists, Missing
 from storage.journal import Journal, claim_owner, latest_claim, newest_owner, owners, replicas
@@ -35,48 +36,6 @@ from storage.objects import ObjectStore
 
 LOCAL = "local"
 """Address that the owner of a run has if one process trains it by itself."""
-KEPT = 4
-"""Largest number of checkpoints whose receipts are kept: the newest is being saved, and an older manifest may be asked for again."""
-
-
-@dataclass(frozen=True)
-class SavedShard:
-    """The receipt of a shard, packed, which goes to the coordinator with ``ShardSaved``.
-
-    A checkpoint consists of the shards of one generation, in that generation's layout.
-    """
-
-    generation: int
-    layout: Layout
-    receipt: bytes
-
-
-class Parts:
-    """The receipts of the newest checkpoints.  Manifests are made from them, and one may be asked for again."""
-
-    def __init__(self) -> None:
-        self._parts: dict[Version, dict[tuple[int, WorkerId], SavedShard]] = {}
-
-    def add(self, version: Version, worker: WorkerId, shard: SavedShard) -> None:
-        """Adds a receipt.  If there are too many checkpoints, drops the one that got no receipt for the longest time.
-
-        That is not always the lowest version: a higher one may have been given up.
-        """
-        known = self._parts.pop(version, {})
-        known[shard.generation, worker] = shard
-        self._parts[version] = known
-        if len(self._parts) > KEPT:
-            del self._parts[next(iter(self._parts))]
-
-    def of(self, version: Version, generation: int) -> list[SavedShard]:
-        """Returns the receipts that ``generation`` wrote; those of another generation may be incomplete.
-
-        Raises :class:`KeyError` if there are none.
-        """
-        written = [shard for shard in self._parts[version].values() if shard.generation == generation]
-        if not written:
-            raise KeyError(f"no part of {version} by generation {generation}")
-        return written
 
 
 class Run:
@@ -84,12 +43,21 @@ class Run:
     job.  ``find`` takes the run as it is there, and ``begun`` only one that is there.
     """
 
-    def __init__(self, job: Job, store: ObjectStore) -> None:
-        self.job, self.store = job, store
-        self.checkpoints = forks.checkpoints(store, job.name)
+    def __init__(self, job: Job, store: ObjectStore, begun: Mapping[str, Any] | None = None) -> None:
+        self.job, self.store, self._document = job, store, begun
         self._newest = journal.Newest(store, job.name)
         self._tails: dict[Written, list[journal.Segment]] = {}
         """The tails that other coordinators have left, as they were parsed last."""
+
+    @cached_property
+    def origin(self) -> Origin | None:
+        """The checkpoint from which the run was forked, or None.  The document ``job.json``, which never changes, is read at most once."""
+        return forks.origin_of(self.store, self.job.name) if self._document is None else forks.origin_in(self._document)
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints of the run.  Those of a fork begin with the one of its origin."""
+        return forks.checkpoints_of(self.store, self.job.name, self.origin)
 
     @classmethod
     def open(cls, job: Job) -> Run:
@@ -111,7 +79,7 @@ class Run:
             found = job.begun_as(there.job)
             if found.digest != job.digest:
                 branches.check(job, found, asked=branch)
-        return cls(job, store)
+        return cls(job, store, {} if there is None else there.begun)
 
     def branches_at(self, at: Version | None = None) -> Version | None:
         """Returns the version from which a branch with this job goes on: the newest good checkpoint, or the good one ``at``.
@@ -148,20 +116,23 @@ class Run:
     @classmethod
     def find(cls, job: Job) -> Run:
         """Returns the run in order to read it, whatever ``job`` says of its trajectory."""
-        store = ObjectStore.open(job.bucket)
-        there = branches.newest(store, job.name)
-        return cls(job if there is None else job.begun_as(there.job).after(there.earlier), store)
+        return cls._found(job) or cls(job, ObjectStore.open(job.bucket), {})
 
     @classmethod
     def begun(cls, job: Job) -> Run:
         """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket."""
-        run = cls.find(job)
-        if branches.stored(run.store, job.name) is None:
-            raise JobError(
-                f"there is no run {job.name!r} in bucket = {job.bucket!r}; correct the name or the bucket, or begin "
-                f"the run with `elastic train`"
-            )
-        return run
+        if (run := cls._found(job)) is not None:
+            return run
+        raise JobError(
+            f"there is no run {job.name!r} in bucket = {job.bucket!r}; correct the name or the bucket, or begin "
+            f"the run with `elastic train`"
+        )
+
+    @classmethod
+    def _found(cls, job: Job) -> Run | None:
+        store = ObjectStore.open(job.bucket)
+        there = branches.newest(store, job.name)
+        return None if there is None else cls(job.begun_as(there.job).after(there.earlier), store, there.begun)
 
     def job_of(self, step: int) -> Job:
         """Returns the job of the branch that committed ``step`` of the surviving lineage; the run's job if no checkpoint knows the step."""
@@ -177,22 +148,27 @@ class Run:
 
     def trains_on(self, fingerprint: str) -> None:
         """Binds the run to its samples, wherever they are stored.  Raises like :meth:`check_data`."""
-        self.check_data(fingerprint)
-        with suppress(Exists):
-            about = {"format": 1, "fingerprint": fingerprint, "args": self.job.data.args}
+        if self.check_data(fingerprint):
+            return
+        about = {"format": 1, "fingerprint": fingerprint, "args": self.job.data.args}
+        try:
             self.store.put_if_absent(f"{self.job.name}/data.json", seal(about))
-        self.check_data(fingerprint)
+        except Exists:  # another command was faster
+            self.check_data(fingerprint)
 
-    def check_data(self, fingerprint: str) -> None:
-        """Raises :class:`JobError` if the run was begun on other samples; a fork has those of its origin."""
+    def check_data(self, fingerprint: str) -> bool:
+        """Returns whether the run is bound to its samples, and not only the run that it was forked from, whose samples it has.
+
+        Raises :class:`JobError` if the run, or that one, was begun on other samples.
+        """
         name, found = self.job.name, None
         while found is None:
             key = f"{name}/data.json"
             try:
                 found = unseal(self.store.get(key), self.store.full_name(key), 1)
             except Missing:
-                if (origin := forks.origin_of(self.store, name)) is None:
-                    return
+                if (origin := self.origin if name == self.job.name else forks.origin_of(self.store, name)) is None:
+                    return False
                 name = origin.run
         if found["fingerprint"] != fingerprint:
             raise JobError(
@@ -200,6 +176,7 @@ class Run:
                 f"bucket = {self.job.bucket!r} was begun on {found['fingerprint']} (data.args = {found['args']}); "
                 f"give this run another name, or the data it was begun on"
             )
+        return name == self.job.name
 
     def trains_with(self, code: Sources, now: float) -> str:
         """Notes that the run goes on with this code, and returns a sentence if it had another; "" otherwise.

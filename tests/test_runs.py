@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from elastic import forks
 from elastic.control import codec
 from elastic.control.health import Health
 from elastic.control.run import Failed, Finished, RunState, State, Stopped
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
+from elastic.forks import Origin
 from elastic.ids import Version, WorkerId
 from elastic.job import NUMERICS, Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import Recovered, StepDone, Tick
-from elastic.runs import KEPT, Parts, Run, SavedShard
+from elastic.receipts import KEPT, Parts, SavedShard
+from elastic.runs import Run
 from storage.errors import Damaged, Deposed, Exists
 from storage.journal import Journal, replicas
+from storage.objects import ObjectStore
 from tests.control.play import Play, stepping
 from tests.storage.states import TENSORS, state_of, write
+from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
 _numbers = itertools.count()
@@ -112,6 +118,47 @@ def test_who_looks_begins_nothing() -> None:
         Run.look(job)
     with pytest.raises(JobError, match=r"the fingerprint theirs, but the run 'looked-at' in .* was begun on others"):
         Run.look(job.replace(seed=7)).check_data("theirs")
+
+
+class Noting(Forwarding):
+    """Notes the documents of runs that are read."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.read = list[str]()
+
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        if key.endswith(("/job.json", "/data.json")):
+            self.read.append(key)
+        return super().get(key, start, stop)
+
+
+def test_a_run_reads_each_of_its_documents_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge is the store.  Who binds a run to its samples looks at them once, as does who finds them bound."""
+    job, version = a_run().job.replace(name="once"), Version(2, 1)
+    store = Noting(ObjectStore.open(job.bucket))
+    monkeypatch.setattr(ObjectStore, "open", classmethod(lambda cls, url: store))
+    fork = job.replace(name="forked")
+
+    def read(act: Callable[[], object]) -> list[str]:
+        store.read.clear()
+        act()
+        return store.read[:]
+
+    assert read(lambda: Run.open(job).checkpoints) == ["once/job.json"]
+    run = Run.begun(job)
+    assert read(lambda: run.trains_on("ours")) == ["once/data.json"] == read(lambda: run.trains_on("ours"))
+    run.commit(version, write(run.checkpoints, version, state_of(TENSORS[:1], seed=1), 1), ((1, 2),), Layout())
+    forks.begin(store, fork, Origin("once", version), {})
+    for find in (Run.begun, Run.find, Run.look):
+        assert read(lambda find=find: (find(job).newest(), find(job).origin)) == ["once/job.json"] * 2, "each run reads its own"
+        assert read(lambda find=find: find(fork).newest()) == ["forked/job.json"]
+    going_on = Run.look(fork)
+    with pytest.raises(JobError, match="was begun on ours"):
+        going_on.trains_on("others")
+    assert not store.exists("forked/data.json")
+    assert read(lambda: going_on.trains_on("ours")) == ["forked/data.json", "once/data.json"] and store.exists("forked/data.json")
+    assert read(lambda: going_on.trains_on("ours")) == ["forked/data.json"]
 
 
 def test_another_job_is_told_why_it_cannot_go_on() -> None:

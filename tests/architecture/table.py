@@ -69,6 +69,7 @@ IMPORTS = {
     "elastic.branches": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
     "elastic.forks": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
     "elastic.sources": Row(("elastic.objects", "storage.*", *NAMES)),
+    "elastic.receipts": Row(("elastic.plan.layout", *NAMES)),
     "elastic.runs": Row(
         (
             *("elastic", "elastic.branches", "elastic.forks", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job"),

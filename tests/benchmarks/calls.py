@@ -19,8 +19,9 @@ import ray
 
 from actors import cluster
 from actors.keeper import GROUPS
-from actors.relay import Orders, Stamped
+from actors.relay import Orders
 from elastic.ids import NodeId, WorkerId
+from elastic.protocol.events import Event
 from tests.support.clusters import TUNED
 from tests.support.relay import FENCE_S, Desk, Gatherer, Speaker
 
@@ -34,7 +35,7 @@ class Head(Desk):
         super().__init__()
         self.heard = 0
 
-    def post_all(self, said: tuple[Stamped, ...]) -> None:
+    def post_all(self, said: tuple[Event, ...]) -> None:
         self.calls.append(())
         self.heard += len(said)
 

@@ -99,7 +99,7 @@ def main() -> None:
     snapshots.enter(Plan(1, 2, Layout(1, SHARDS), workers, AT, "init", (), NodeId("n"), copy_every=1), workers[0], shard)
 
     snapshots.settle()
-    copy = partial(snapshots._copy, 0, Copy(AT, cell(SHARDS, 0)), shard)
+    copy = partial(snapshots._copy, 0, Copy(AT, cell(SHARDS, 0)), shard, saves=False)
 
     def alone() -> float:
         began = time.monotonic()

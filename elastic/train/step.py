@@ -224,7 +224,7 @@ class Step:
         session, state, step = self._session, self._state, self.number
         world, job = state.world, session.job
         state.model.train()
-        self._marks, deal = state.buffer_marks(), state.sync.begin_step(session.cursor.microbatches(step, job.microbatch_size))
+        self._marks, deal = state.buffer_marks(), state.sync.begin_step(self._shape.microbatches)
         self._rounds = deal.rounds
         session.counters.at("reads data")
         for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.runs import Run
-from storage.checkpoints import EXPORTED
+from storage.checkpoints import EXPORTED, Manifest
 from storage.errors import Exists
 from storage.slices import Tensor, nbytes
 
@@ -23,15 +24,23 @@ def ls(job: Job) -> int:
     """Prints a table of the checkpoints.  It says which rules keep them, if there are rules, or branches that go on from some."""
     run = Run.begun(job)
     listed, asked = run.checkpoints.versions(), retention.as_it_stands(run)
-    newest, kept = max(asked.saved, default=None), retention.judge(run, job.keep(), asked, listed).kept
+    newest, kept = max(asked.saved, default=None), retention.judge(run, job.keep(), asked, listed, time.time()).kept
     ruled = job.keep().last > 0 or any("branch" in names for names in kept.values())
-    table = Table("step", "generation", "files", "bytes", "layout", "state", *(["kept by"] if ruled else []))
+    table = Table("step", "generation", "files", "bytes", "layout", "written", "state", *(["kept by"] if ruled else []))
     for each in listed:
         version, files = each.version, each.manifest.files if each.manifest else ()
         layout = "×".join(str(n) for n in each.manifest.about["layout"].values()) if each.manifest else ""
         size = f"{sum(file.size for file in files):,}"
         names = ", ".join(name for name in kept.get(version, ()) if name != "newest")
-        row = (str(version.step), str(version.generation), str(len(files)), size, layout, retention.state_of(each, newest))
+        row = (
+            str(version.step),
+            str(version.generation),
+            str(len(files)),
+            size,
+            layout,
+            _written(each.manifest)[: len("2026-01-01 00:00")],
+            retention.state_of(each, newest),
+        )
         table.add_row(*row, *([names] if ruled else []))
     console.print(table)
     return 0
@@ -42,10 +51,11 @@ def show(job: Job, step: int | None) -> int:
     run = Run.begun(job)
     version = run.version_at(step)
     reader = run.checkpoints.open(version)
-    kept = retention.judge(run, job.keep(), retention.as_it_stands(run), run.checkpoints.versions()).kept
+    kept = retention.judge(run, job.keep(), retention.as_it_stands(run), run.checkpoints.versions(), time.time()).kept
     manifest, about = reader.manifest, reader.manifest.about
     said = {
         "version": str(version),
+        "written": _written(manifest),
         "steps by": ", ".join(f"generation {generation} up to {last}" for generation, last in manifest.lineage),
         "layout": " × ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items()),
         "written by": ", ".join(f"{name} {number}" for name, number in about.get("versions", {}).items()),
@@ -66,6 +76,12 @@ def show(job: Job, step: int | None) -> int:
         table.add_row(kind, f"{len(tensors):,}", f"{sum(whole.count for whole in wholes):,}", f"{size:,}", types)
     console.print(table)
     return 0
+
+
+def _written(manifest: Manifest | None) -> str:
+    """Returns when a manifest was written, in this machine's time zone; "" if it does not say so."""
+    at = manifest.written_at if manifest is not None else None
+    return "" if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def diff(job: Job, steps: Sequence[int], every: bool, top: int) -> int:
@@ -138,7 +154,7 @@ def gc(job: Job, dry: bool, force: bool) -> int:
     """
     run, claim = at_rest(job, force, LIVES)
     listed = run.checkpoints.versions()
-    found = retention.judge(run, job.keep(), retention.as_it_stands(run), listed)
+    found = retention.judge(run, job.keep(), retention.as_it_stands(run), listed, time.time())
     begun = {each.version for each in listed if each.manifest is None}
     if dry:
         for version in (*found.marked, *found.due):

@@ -63,7 +63,7 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
         settings={name: HIDDEN if SECRET.search(name) else _text(value) for name, value in settings.items()},
         columns=Columns(chain(({name: row[name] for name in LEARNT if name in row} for row in origin_rows(run)), rows_of(run))),
         timeline=Timeline().read(journal.objects(run.store, job.name)),
-        checkpoints=_checkpoints(run, keep),
+        checkpoints=_checkpoints(run, keep, now),
         branches=[_branch(each) for each in every],
         end="" if end is None else type(end).__name__,
         local=owner is not None and owner["address"] == LOCAL,
@@ -71,9 +71,9 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
     )
 
 
-def _checkpoints(run: Run, keep: Keep) -> list[Checkpoint]:
+def _checkpoints(run: Run, keep: Keep, now: float) -> list[Checkpoint]:
     listed, asked = run.checkpoints.versions(), retention.as_it_stands(run)
-    newest, kept = max(asked.saved, default=None), retention.judge(run, keep, asked, listed).kept
+    newest, kept = max(asked.saved, default=None), retention.judge(run, keep, asked, listed, now).kept
     found = []
     for each in listed:
         files = each.manifest.files if each.manifest else ()

@@ -58,6 +58,7 @@ from elastic.config.values import (
     own_folder,
     place,
     same_checkpoint,
+    seconds_of,
     step_range,
     steps_of,
 )
@@ -387,7 +388,8 @@ class Job(Part):
 
     def keep(self) -> Keep:
         """Returns the rules that say which checkpoints are kept."""
-        return Keep(self.checkpoint.keep_last, self.checkpoint.keep_every, self.checkpoint.keep_best)
+        kept = self.checkpoint
+        return Keep(kept.keep_last, kept.keep_every, kept.keep_best, seconds_of(kept.keep_younger))
 
     def rules(self) -> Rules:
         """Returns the rules by which ``advance`` decides for this job."""

@@ -7,6 +7,7 @@ that a coordinator that was replaced deletes nothing that the next one counts on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from elastic import branches, forks
 from elastic.control import saves
 from elastic.forks import Reference
 from elastic.ids import Version
-from elastic.plan.retention import Found, Keep, reasons, victims
+from elastic.plan.retention import Found, Keep, reasons, victims, young
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
 from elastic.runs import Run
@@ -35,15 +36,16 @@ class Verdict:
     due: tuple[Version, ...] = ()
 
 
-def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed]) -> Verdict:
-    """Returns what is kept and deleted of ``listed``, the checkpoints in the bucket.
+def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: float) -> Verdict:
+    """Returns what is kept and deleted of ``listed``, the checkpoints in the bucket, at the wall-clock time ``now``.
 
     Nothing is deleted unless the newest checkpoint of ``asked`` is there and good.
     """
     listed, branched = list(listed), needed(run)
     good = {each.version for each in listed if each.good and lineage.contains(asked.lineage, each.version)}
     newest = max(asked.saved, default=None)
-    kept = reasons((version for version in good if newest is None or version <= newest), keep, asked.best, branched)
+    there = [version for version in good if newest is None or version <= newest]
+    kept = reasons(there, keep, asked.best, branched, young(there, written(listed), keep, now))
     if newest not in kept:
         return Verdict(kept)
     spared = {*asked.spared, *branched}
@@ -51,6 +53,12 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed]) -> Verd
     found = [Found(each.version, each.manifest is None and not each.damaged) for each in own if not each.deleted]
     marked = sorted(each.version for each in listed if each.deleted and each.version < newest and each.version not in spared)
     return Verdict(kept, tuple(marked), victims(found, {*kept, *asked.saved}, keep, spared))
+
+
+def written(listed: Iterable[Listed]) -> dict[Version, float]:
+    """Returns when the checkpoints were written, as far as their manifests say so."""
+    times = {each.version: each.manifest.written_at for each in listed if each.manifest is not None}
+    return {version: at for version, at in times.items() if at is not None}
 
 
 def needed(run: Run) -> dict[Version, str]:
@@ -69,9 +77,12 @@ def state_of(listed: Listed, newest: Version | None) -> str:
     return "newest complete" if listed.version == newest else "complete"
 
 
-def collect(run: Run, keep: Keep, asked: Retain, claim: int) -> Verdict:
-    """Performs a round for the owner whose claim is ``claim``, and returns what it has done.  Raises :class:`Exists` for another claim."""
-    found = judge(run, keep, asked, run.checkpoints.versions())
+def collect(run: Run, keep: Keep, asked: Retain, claim: int, now: float | None = None) -> Verdict:
+    """Performs a round for the owner whose claim is ``claim``, and returns what it has done.  Raises :class:`Exists` for another claim.
+
+    ``now`` is the wall-clock time, by default this machine's.
+    """
+    found = judge(run, keep, asked, run.checkpoints.versions(), time.time() if now is None else now)
     found = Verdict(found.kept, found.marked[:MOST], found.due[:MOST])
     remove(run, found.marked, claim)
     mark(run, found.due, "no rule keeps it", claim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -317,7 +318,11 @@ class Run:
                 return RunState.begin(incarnation, now, generation=generation, next_worker=next_worker)
             newest, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
             good = {each.version for each in there if each.good}
-            return RunState.begin(incarnation, now, tuple(good), manifest.lineage, max(generation, newest.generation), next_worker)
+            begun = RunState.begin(incarnation, now, tuple(good), manifest.lineage, max(generation, newest.generation), next_worker)
+            if not self.job.keep().younger_s:
+                return begun
+            times = {version: each.written_at for version, each in whole if version in good and each.written_at is not None}
+            return evolve(begun, history=evolve(begun.history, written=tuple(sorted(times.items()))))
 
         found = state(self.checkpoints.recent(lambda recent: bool(state(recent).history.saved)))
         if self.checkpoints.inherited and not found.history.saved:  # a fork has no beginning of its own
@@ -430,13 +435,13 @@ class Run:
             raise JobError(f"no good checkpoint{at} in {self.store.url}/{self.job.name}; there are: {have}")
         return max(found)
 
-    def commit(self, version: Version, receipts: Sequence[ShardReceipt], lineage: Lineage, layout: Layout) -> str:
-        """Writes the manifest of ``version``, and returns its digest.
+    def commit(self, version: Version, receipts: Sequence[ShardReceipt], lineage: Lineage, layout: Layout, now: float | None = None) -> str:
+        """Writes the manifest of ``version``, and returns its digest.  ``now`` is the wall-clock time, by default this machine's.
 
         An earlier coordinator may have written a manifest of the same version in the layout of another world, and died before it could say
         so.  Then that manifest counts.  Any other manifest of this version raises :class:`Exists`.
         """
-        about = self._about(lineage, layout)
+        about = {**self._about(lineage, layout), "written_at": round(time.time() if now is None else now, 3)}
         try:
             return self.checkpoints.commit(version, receipts, about)
         except Exists:

@@ -100,6 +100,7 @@ OTHER: dict[str, Any] = {
     "checkpoint.keep_last": 2,
     "checkpoint.keep_every": 4,
     "checkpoint.keep_best": True,
+    "checkpoint.keep_younger": "24h",
     "checkpoint.compare": True,
     "copies.copy_every": 2,
     "copies.buddy_every": 9,
@@ -150,6 +151,7 @@ WITH: dict[str, dict[str, Any]] = {
     "spikes.z": {"spikes.action": "skip"},
     "spikes.window": {"spikes.action": "skip"},
     "checkpoint.keep_every": {"checkpoint.keep_last": 3},
+    "checkpoint.keep_younger": {"checkpoint.keep_last": 3},
     "checkpoint.keep_best": {"checkpoint.keep_last": 3, "validation.every": 50},
     **{f"batch_ramp.{name}": {"batch_ramp": {"start": 16, "increment": 16, "samples": 100}} for name in ("start", "increment", "samples")},
 }

@@ -135,7 +135,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "",
             ["--checkpoint", "1"],
             "command line: '--checkpoint' is a section; its settings are --checkpoint.save-every, --checkpoint.keep-last, "
-            "--checkpoint.keep-every, --checkpoint.keep-best, --checkpoint.compare",
+            "--checkpoint.keep-every, --checkpoint.keep-best, --checkpoint.keep-younger, --checkpoint.compare",
         ),
         (
             "[batch_ramp]\nstart = 4",
@@ -423,7 +423,7 @@ CLUSTER = {
     "offload_buffer_gb": 2,
     "workers": Workers(min=2, max=3, cpus=2, gpus=1, threads=4),
     "parallel": Parallel(dp_shard=2, min_shard=2, use="fit", zero=2, bucket_elements=5),
-    "checkpoint": Checkpoint(save_every=1, keep_last=2, keep_every=4),
+    "checkpoint": Checkpoint(save_every=1, keep_last=2, keep_every=4, keep_younger="7d"),
     "copies": Copies(copy_every=1, buddy_every=9),
     "network": Network(interface="eth1"),
     "watch": Watch(every=7, patience=2, vanishing=0.1, exploding=9, stationary=40, max_skipped=3),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from actors import checkpoint_commands
 from elastic import branches
+from elastic.config.values import seconds_of
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.plan.layout import Layout
@@ -19,7 +22,7 @@ from elastic.protocol.actions import Retain
 from elastic.protocol.lineage import Lineage, extended
 from elastic.retention import Retention, collect
 from elastic.runs import Run
-from storage.checkpoints import Checkpoints
+from storage.checkpoints import MANIFEST, Checkpoints
 from storage.errors import Exists, Unavailable
 from storage.objects import ObjectStore
 from tests.storage.states import TENSORS, state_of, write
@@ -39,8 +42,8 @@ class Saved:
         for step in steps:
             self.save(Version(step, 1), ((1, step),))
 
-    def save(self, version: Version, lineage: Lineage) -> None:
-        self.run.commit(version, write(self.run.checkpoints, version, STATE, 1), lineage, Layout())
+    def save(self, version: Version, lineage: Lineage, now: float | None = None) -> None:
+        self.run.commit(version, write(self.run.checkpoints, version, STATE, 1), lineage, Layout(), now)
         self.lineage = lineage
 
     def asked(self, *spared: Version, best: Version | None = None) -> Retain:
@@ -67,6 +70,50 @@ def test_l7_a_round_marks_and_the_next_one_removes() -> None:
     control = Saved(range(1, 7))
     control.rounds(Keep())
     assert control.good() == [1, 2, 3, 4, 5, 6], "the control: without a rule nothing is deleted"
+
+
+def test_l7_what_is_younger_than_the_job_says_stays() -> None:
+    """A save an hour.  A manifest without a time, as older releases wrote them, counts as written with the one after it."""
+    saved = Saved(range(1, 2))
+    for step in range(2, 11):
+        saved.save(Version(step, 1), ((1, step),), 3600.0 * step)
+    old = saved.run.checkpoints.manifest(Version(6, 1))
+    about = {name: value for name, value in old.about.items() if name != "written_at"}
+    saved.run.store.put(f"{saved.run.checkpoints.folder(Version(6, 1))}/{MANIFEST}", replace(old, about=about).to_bytes())
+    keep, now = Keep(last=2, younger_s=4 * 3600.0), 3600.0 * 10 + 60
+    for _ in range(2):
+        collect(saved.run, keep, saved.asked(), saved.claim, now)
+    assert saved.steps() == saved.good() == [6, 7, 8, 9, 10]
+    assert saved.run.checkpoints.manifest(Version(6, 1)).written_at is None
+    for _ in range(2):
+        collect(saved.run, keep, saved.asked(), saved.claim, now + 3600.0)
+    assert saved.steps() == [8, 9, 10]
+    saved.rounds(Keep(last=2))
+    assert saved.steps() == [9, 10], "the control"
+
+
+def test_l7_a_run_that_starts_again_knows_when_its_checkpoints_were_written() -> None:
+    saved = Saved(range(1, 2), checkpoint={"keep_last": 2, "keep_younger": "24h"})
+    for step in range(2, 5):
+        saved.save(Version(step, 1), ((1, step),), 100.0 * step)
+    history = saved.run.standing(2, 1000.0).history
+    assert history.written[1:] == tuple((Version(step, 1), 100.0 * step) for step in (2, 3, 4)) and len(history.written) == 4
+    control = Run(saved.run.job.replace(checkpoint={"keep_younger": ""}), saved.run.store)
+    assert control.standing(2, 1000.0).history.written == ()
+
+
+def test_a_save_made_again_at_another_time_is_the_same_save() -> None:
+    """The first manifest stays, with its time; the control is another lineage."""
+    saved = Saved(range(1, 2))
+    version, receipts = Version(2, 1), write(saved.run.checkpoints, Version(2, 1), STATE, 1)
+    first = saved.run.commit(version, receipts, ((1, 2),), Layout(), 100.0)
+    assert saved.run.commit(version, receipts, ((1, 2),), Layout(), 200.0) == first
+    assert saved.run.checkpoints.manifest(version).written_at == 100.0
+    other = Saved(range(1, 2))
+    other.run.commit(version, write(other.run.checkpoints, version, STATE, 1), ((1, 2),), Layout(), 300.0)
+    assert other.run.checkpoints.manifest(version).same_but_for_time(saved.run.checkpoints.manifest(version))
+    with pytest.raises(Exists):
+        saved.run.commit(version, receipts, ((1, 1), (2, 2)), Layout(), 100.0)
 
 
 def test_l7_what_is_needed_is_never_deleted() -> None:
@@ -264,11 +311,17 @@ def test_a_command_ends_when_the_run_begins_again(ended: Callable[..., tuple[Run
 
 
 def test_ls_says_what_keeps_a_checkpoint(ended: Callable[..., tuple[Run, list[str]]], capsys: pytest.CaptureFixture[str]) -> None:
-    run, _ = ended(checkpoint={"keep_last": 2, "keep_every": 3})
+    run, said = ended(checkpoint={"keep_last": 2, "keep_every": 3})
     run.checkpoints.mark(Version(1, 1), "a test")
+    times = {
+        str(step): str(datetime.fromtimestamp(run.checkpoints.manifest(Version(step, 1)).written_at).replace(microsecond=0))
+        for step in range(1, 7)
+    }
     assert checkpoint_commands.ls(run.job) == 0
     rows = [re.split(r" *│ *", line)[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    found = {row[0]: (row[5], row[6]) for row in rows}
+    found = {row[0]: (row[6], row[7]) for row in rows}
+    assert {row[0]: row[5] for row in rows} == {step: at[:16] for step, at in times.items()}
+    assert checkpoint_commands.show(run.job, 2) == 0 and said[:2] == ["step 2 of generation 1", times["2"]]
     assert found["1"] == ("being deleted", "") and found["2"] == ("complete", "") and found["3"] == ("complete", "every")
     assert found["5"] == ("complete", "last") and found["6"] == ("newest complete", "last, every")
     assert ObjectStore.open(run.job.bucket).exists(f"{run.checkpoints.folder(Version(2, 1))}/MANIFEST.json")
@@ -279,6 +332,9 @@ def test_ls_says_what_keeps_a_checkpoint(ended: Callable[..., tuple[Run, list[st
     [
         ({"keep_last": 1}, 0, "keep_last = 1 leaves nothing to go on from .* set it to 2 or more, or to 0"),
         ({"keep_every": 500}, 0, "keep_every = 500 with checkpoint.keep_last = 0, which keeps all"),
+        ({"keep_younger": "24h"}, 0, "keep_younger = '24h' with checkpoint.keep_last = 0, which keeps all"),
+        ({"keep_last": 2, "keep_younger": "a day"}, 0, "keep_younger = 'a day'.*must be a time with its unit .*as '24h', '90m' or '7d'"),
+        ({"keep_last": 2, "keep_younger": "0h"}, 0, "must be a time with its unit"),
         ({"keep_best": True}, 100, "keep_best = true with checkpoint.keep_last = 0, which keeps all"),
         ({"keep_last": 2, "keep_best": True}, 0, "keep_best = true with validation.every = 0: only what is both validated and saved"),
         ({"keep_last": 2, "keep_best": True, "save_every": 40}, 100, "a multiple of checkpoint.save_every = 40"),
@@ -288,6 +344,9 @@ def test_rules_that_cannot_work_are_refused(checkpoint: dict[str, object], valid
     with pytest.raises(JobError, match=said):
         toy_job("/bucket", checkpoint=checkpoint, validation={"every": validated})
     good = toy_job(
-        "/bucket", checkpoint={"save_every": 50, "keep_last": 2, "keep_every": 500, "keep_best": True}, validation={"every": 100}
+        "/bucket",
+        checkpoint={"save_every": 50, "keep_last": 2, "keep_every": 500, "keep_best": True, "keep_younger": "1.5h"},
+        validation={"every": 100},
     )
-    assert good.keep() == good.rules().keep == Keep(2, 500, best=True), "the control"
+    assert good.keep() == good.rules().keep == Keep(2, 500, best=True, younger_s=5400.0), "the control"
+    assert [seconds_of(text) for text in ("", "30s", "90m", "24h", "7d")] == [0.0, 30.0, 5400.0, 86400.0, 604800.0]

@@ -86,8 +86,13 @@ def _kept(job: Job) -> Iterator[str]:
             "checkpoint.keep_last = 1 leaves nothing to go on from if the newest checkpoint turns out to be damaged; set it to 2 or more, "
             "or to 0 to keep all"
         )
-    if not rules.keep_last and (rules.keep_every or rules.keep_best):
-        named = f"keep_every = {rules.keep_every}" if rules.keep_every else "keep_best = true"
+    others = {
+        f"keep_every = {rules.keep_every}": rules.keep_every,
+        "keep_best = true": rules.keep_best,
+        f"keep_younger = {rules.keep_younger!r}": rules.keep_younger,
+    }
+    named = next((each for each, is_set in others.items() if is_set), "")
+    if not rules.keep_last and named:
         yield f"checkpoint.{named} with checkpoint.keep_last = 0, which keeps all; set keep_last to 2 or more, or leave it out"
     if rules.keep_best and (not validation.every or validation.every % rules.save_every):
         yield (

@@ -22,6 +22,7 @@ from elastic.config.values import (
     Refused,
     Seconds,
     Whole,
+    duration,
     fault_word,
     interface_name,
 )
@@ -224,6 +225,11 @@ class Checkpoint(Part):
     keep_best: Free[Flag] = False
     """``true`` keeps the checkpoint with the smallest validation loss, too.  Nothing is deleted before the first validation, nor with
     ``--local``, where no journal says which one is the best."""
+    keep_younger: Free[Annotated[str, AfterValidator(duration)]] = ""
+    """Checkpoints that were written less than this time ago are kept, too: ``"90m"``, ``"24h"`` or ``"7d"``, for example.  The clock of the
+    coordinator's machine counts.  One that is slow keeps more, and one that is fast less, but never less than the other settings keep.
+    Nothing: none for its age.
+    """
     compare: Free[Flag] = False
     """``true`` compares the replicas of the state at the beginning of each step that ends with a save, bit by bit; it needs
     ``reproducible``.  A worker that differs from most of them gives up its state and gets theirs.  If none has the bits of most, as of two,

@@ -5,6 +5,7 @@ Each setting also says what another value does to a run that has begun: ``Free[P
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -167,6 +168,22 @@ def steps_of(text: str) -> range:
     """Returns the steps that ``text`` names: ``7`` is one, ``5-7`` are three, and nothing is none."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1) if text else range(0)
+
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+"""The units of a time that is written as text, in seconds."""
+
+
+def duration(text: str) -> str:
+    """Returns ``text``, which is a time as :func:`seconds_of` reads it, or nothing."""
+    if text and (not re.fullmatch(r"\d+(\.\d+)?[smhd]", text) or not 0 < seconds_of(text) < math.inf):
+        raise ValueError("must be a time with its unit (s, m, h or d), as '24h', '90m' or '7d'")
+    return text
+
+
+def seconds_of(text: str) -> float:
+    """Returns the seconds in a time such as ``90m``; 0 for nothing."""
+    return float(text[:-1]) * UNITS[text[-1]] if text else 0.0
 
 
 def place(url: str) -> str:

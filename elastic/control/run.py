@@ -245,6 +245,7 @@ class History:
     lineage: Lineage = ()
     saved: tuple[Version, ...] = ()
     """The versions on the lineage that are in the bucket, oldest first."""
+    written: tuple[tuple[Version, float], ...] = ()  # when they were, as far as it is known; empty unless a rule asks for their age
     last: Outcome | None = None
     """The newest commit."""
     untold: tuple[int, ...] = ()
@@ -454,10 +455,9 @@ class RunState:
 
         The next generation is greater than ``generation`` and than all of ``lineage``.  Versions in ``saved`` off the lineage are left out.
         """
-        generation = max(generation, *(each for each, _ in lineage), 0)
-        history = History(lineage)
-        history = evolve(history, saved=tuple(sorted(version for version in saved if history.contains(version))))
-        return RunState(incarnation, generation, Waiting(now), Members(next_worker=next_worker), history=history)
+        known, used = History(lineage), max(generation, *(each for each, _ in lineage), 0)
+        history = evolve(known, saved=tuple(sorted(filter(known.contains, saved))))
+        return RunState(incarnation, used, Waiting(now), Members(next_worker=next_worker), history=history)
 
     @property
     def version(self) -> Version:

@@ -194,6 +194,8 @@ def saved(decision: Decision, event: Saved) -> None:
     others = tuple(each for each in run.saves.pending if each.asked or each.version > version)
     decision.know(saves=Saves(others).without(version))
     decision.know("history", saved=tuple(sorted({*run.history.saved, version})))
+    if decision.rules.keep.younger_s:
+        decision.know("history", written=(*run.history.written, (version, decision.now)))
     if run.saves.by_keepers:
         tell(decision)
     decision.durable = True
@@ -254,8 +256,12 @@ def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
 def retain(decision: Decision) -> None:
     """Forgets the checkpoints that no rule keeps, durably, and has them deleted: no later world goes on from them."""
     asked, keep = retained(decision.run), decision.rules.keep
-    kept = {*retention.reasons(asked.saved, keep, asked.best, ()), *asked.spared}
+    written = dict(decision.run.history.written)
+    young = retention.young(asked.saved, written, keep, decision.now)
+    kept = {*retention.reasons(asked.saved, keep, asked.best, (), young), *asked.spared}
     decision.know("history", saved=tuple(each for each in asked.saved if each in kept))
+    if written:
+        decision.know("history", written=tuple((version, at) for version, at in written.items() if version in kept))
     decision.do(replace(asked, saved=decision.run.history.saved))
 
 

@@ -6,7 +6,8 @@ there is no good one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from elastic.ids import Version
@@ -22,6 +23,8 @@ class Keep:
     """The first good checkpoint at or after each multiple of this number of steps is kept; 0 means none.  A save may be a step late."""
     best: bool = False
     """True if the first good checkpoint at or after the best validated version is kept.  As long as there is none, all are kept."""
+    younger_s: float = 0.0
+    """Good checkpoints that were written less than so many seconds ago are kept; 0 means none for their age.  See :func:`young`."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,29 @@ class Found:
     """True if it has no manifest: it was never complete, or its deletion has begun."""
 
 
-def reasons(saved: Iterable[Version], keep: Keep, best: Version | None, needed: Collection[Version]) -> dict[Version, tuple[str, ...]]:
+def young(saved: Iterable[Version], written: Mapping[Version, float], keep: Keep, now: float) -> set[Version]:
+    """Returns the versions among ``saved`` that were written less than ``keep.younger_s`` before ``now``.
+
+    ``written`` has the wall-clock times that are known, and clocks of machines differ.  A version was written before those after it: if its
+    time is unknown or later than theirs, the earliest of theirs counts.  So a wrong time at most keeps too much, until ``now`` has passed
+    it or the next one is old enough; only if the clock of ``now`` itself is fast, something may be deleted too early, which no other rule
+    keeps.
+    """
+    found, at = set[Version](), math.inf
+    for version in sorted(saved, reverse=True) if keep.younger_s else ():
+        at = min(at, written.get(version, math.inf))
+        if now - at < keep.younger_s:
+            found.add(version)
+    return found
+
+
+def reasons(
+    saved: Iterable[Version], keep: Keep, best: Version | None, needed: Collection[Version], young: Collection[Version] = ()
+) -> dict[Version, tuple[str, ...]]:
     """Returns the versions among ``saved`` that are kept, newest first, each with the names of the rules that keep it.
 
-    ``saved`` has the good checkpoints on the lineage, ``best`` is the best validated version if one is known, and from those that are
-    ``needed`` a branch or a fork goes on.
+    ``saved`` has the good checkpoints on the lineage, ``best`` is the best validated version if one is known, from those that are
+    ``needed`` a branch or a fork goes on, and ``young`` are those of :func:`young`.
     """
     ordered = sorted(saved, reverse=True)
     firsts = {version.step // keep.every: version for version in ordered if version.step >= keep.every} if keep.every else {}
@@ -50,6 +71,7 @@ def reasons(saved: Iterable[Version], keep: Keep, best: Version | None, needed: 
             "last": place < keep.last,
             "every": version in at_multiples,
             "best": keep.best and version == of_best,
+            "younger": version in young,
             "branch": version in needed,
             "all": not keep.last or (keep.best and of_best is None),
         }

@@ -39,7 +39,7 @@ from storage.checkpoints.manifest import ABOUT, DAMAGED, DELETED, INDEX, MANIFES
 from storage.checkpoints.reader import FETCH_BYTES, Reader, Verified, verify
 from storage.checkpoints.shards import Entry, aligned_order, entry_of, header_of, metadata_of
 from storage.documents import File, digest_of, seal, unseal
-from storage.errors import Damaged, Exists, Incomplete, Missing
+from storage.errors import BadFormat, Damaged, Exists, Incomplete, Missing
 from storage.objects import ObjectStore, Piece
 from storage.slices import Slice, Tensor, Version
 
@@ -146,7 +146,8 @@ class Checkpoints:
     def commit(self, version: Version, receipts: Iterable[ShardReceipt], about: Mapping[str, Any]) -> str:
         """Writes index and manifest; returns the manifest's digest.  ``about``: see :class:`Manifest`.
 
-        Raises :class:`Incomplete` if the receipts do not make up the whole state, :class:`Exists` if there is another manifest, and
+        A manifest that is there and differs only in its time is this one, written by an earlier attempt: it stays.  Raises
+        :class:`Incomplete` if the receipts do not make up the whole state, :class:`Exists` if there is another manifest, and
         :class:`ValueError` if ``about`` has an unknown key.
         """
         if unknown := about.keys() - ABOUT:
@@ -154,14 +155,15 @@ class Checkpoints:
         receipts = sorted(receipts, key=lambda receipt: receipt.file)
         index = self._complete(version, receipts).to_bytes()
         indexed = self._create(version, _digested(INDEX, [index]), lambda: [index])
-        manifest = Manifest(version, (*(receipt.file for receipt in receipts), indexed), about).to_bytes()
-        key = f"{self.folder(version)}/{MANIFEST}"
+        manifest = Manifest(version, (*(receipt.file for receipt in receipts), indexed), about)
+        raw, key = manifest.to_bytes(), f"{self.folder(version)}/{MANIFEST}"
         try:
-            self.store.put_if_absent(key, manifest)
+            self.store.put_if_absent(key, raw)
         except Exists:
-            if self.store.get(key) != manifest:
+            raw = self.store.get(key)
+            if not self._is_same(manifest, raw):
                 raise
-        return digest_of(manifest)
+        return digest_of(raw)
 
     def quarantine(self, version: Version, reason: str) -> None:
         """Notes that the checkpoint is damaged, and why.  The first note stays."""
@@ -263,6 +265,13 @@ class Checkpoints:
         for first in range(0, file.size, FETCH_BYTES):
             digest.update(self.store.get(key, first, min(first + FETCH_BYTES, file.size)))
         return digest.hexdigest() == file.blake3
+
+    def _is_same(self, manifest: Manifest, raw: bytes) -> bool:
+        """Returns whether ``raw`` is ``manifest``, perhaps of another time.  One that cannot be read is another one."""
+        with suppress(Damaged, BadFormat):
+            written = Manifest.from_bytes(manifest.to_bytes(), MANIFEST, manifest.version)  # JSON has no tuples
+            return written.same_but_for_time(Manifest.from_bytes(raw, MANIFEST, manifest.version))
+        return False
 
     def _at_once(self, call: Callable[[T], R], arguments: Iterable[T]) -> list[R]:
         """Returns ``call`` of each argument; makes as many calls at a time as the store takes."""

@@ -19,7 +19,7 @@ FORMAT = 2
 MANIFEST, INDEX, DAMAGED, DELETED = "MANIFEST.json", "index.jsonl", "DAMAGED.json", "DELETED.json"
 OLD_INDEX = ".parquet"
 """Suffix of the index of format 1."""
-ABOUT = {"job", "layout", "cursor", "lineage", "parent", "versions"}
+ABOUT = {"job", "layout", "cursor", "lineage", "parent", "versions", "written_at"}
 
 
 @dataclass(frozen=True, order=True)
@@ -43,7 +43,7 @@ class Manifest:
     ``about``: what the writer says of the run, all of it optional:
 
     ``job`` (digest), ``layout`` (degrees by axis), ``cursor`` (position in the data), ``lineage``, ``parent`` ([step, generation]
-    of the version that training began from), ``versions`` (of torch, Python, Elastic).
+    of the version that training began from), ``versions`` (of torch, Python, Elastic), ``written_at`` (see :attr:`written_at`).
     """
 
     version: Version
@@ -63,6 +63,19 @@ class Manifest:
     @property
     def layout(self) -> dict[str, int]:
         return dict(self.about.get("layout", {}))
+
+    @property
+    def written_at(self) -> float | None:
+        """The wall-clock time of the commit in seconds, by the clock of the process that wrote the manifest; None in older ones."""
+        return self.about.get("written_at")
+
+    def same_but_for_time(self, other: Manifest) -> bool:
+        """Returns whether ``other`` lists the same files and says the same of the run; it may have been written at another time."""
+        first, second = (
+            (each.version, each.files, {name: value for name, value in each.about.items() if name != "written_at"})
+            for each in (self, other)
+        )
+        return first == second
 
     def to_bytes(self) -> bytes:
         """Returns the manifest's bytes: always the same for the same manifest."""

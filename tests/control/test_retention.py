@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.control import codec
 from elastic.control.run import RunState
 from elastic.ids import Version, WorkerId
 from elastic.plan.retention import Keep
@@ -34,6 +35,25 @@ def test_l7_after_a_save_the_run_counts_only_on_what_the_rules_keep() -> None:
     assert play.last.durable, "the next coordinator must not count on what this one has deleted"
     control = saving(stepping(2, save_every=5), 45)
     assert len(control.run.history.saved) == 9 and not control.did(Retain), "the control: without a rule nothing is deleted"
+
+
+def test_l7_what_is_young_still_counts_and_no_longer_when_it_is_old() -> None:
+    """A step takes a minute, a save comes every five minutes, and half an hour is young; the journal says when each was written."""
+    play = stepping(2, save_every=5, keep=Keep(last=2, younger_s=1800.0))
+    start = play.now
+    for step in range(1, 61):
+        play.now = start + 60.0 * step
+        play.step(step)
+        if step % 5 == 0:
+            play.save(Version(step, play.generation), *play.plan.members)
+    assert [each.step for each in play.run.history.saved] == [35, 40, 45, 50, 55, 60]
+    assert play.run.history.written == tuple((each, start + 60.0 * each.step) for each in play.run.history.saved)
+    assert codec.decode_run(codec.encode(play.run)).history == play.run.history, "so the next coordinator knows it, too"
+    play.now += 86400.0
+    saving(play, 65)
+    assert [each.step for each in play.run.history.saved] == [60, 65]
+    control = saving(stepping(2, save_every=5, keep=Keep(last=2)), 60)
+    assert [each.step for each in control.run.history.saved] == [55, 60] and not control.run.history.written, "the control"
 
 
 def test_l7_if_the_newest_is_damaged_the_one_before_is_there() -> None:

@@ -9,18 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.ids import Version
-from elastic.plan.retention import Found, Keep, reasons, victims
+from elastic.plan.retention import Found, Keep, reasons, victims, young
 
 pytestmark = pytest.mark.fast
 VERSIONS = st.builds(Version, st.integers(1, 12), st.integers(1, 3))
 KEEPS = st.builds(Keep, st.sampled_from([0, 2, 3, 5]), st.integers(0, 4), st.booleans())
+HOUR = 3600.0
 
 
-def wanted(version: Version, saved: Collection[Version], keep: Keep, best: Version | None, needed: Collection[Version]) -> bool:
+def wanted(
+    version: Version, saved: Collection[Version], keep: Keep, best: Version | None, needed: Collection[Version], fresh: Collection[Version]
+) -> bool:
     """The slow rule: counts what stands between the version and what a rule asks for."""
     newer = [each for each in saved if each > version]
     older = [each for each in saved if each < version]
-    if keep.last == 0 or len(newer) < keep.last or version in needed or not newer:
+    if keep.last == 0 or len(newer) < keep.last or version in needed or version in fresh or not newer:
         return True
     if keep.best and (best is None or not any(each >= best for each in saved)):
         return True
@@ -33,12 +36,12 @@ def wanted(version: Version, saved: Collection[Version], keep: Keep, best: Versi
 @given(st.data())
 def test_l7_a_checkpoint_is_deleted_only_if_no_rule_keeps_it(data: st.DataObject) -> None:
     saved = data.draw(st.sets(VERSIONS, max_size=9))
-    begun, spared, needed = (data.draw(st.sets(VERSIONS, max_size=4)) for _ in range(3))
+    begun, spared, needed, fresh = (data.draw(st.sets(VERSIONS, max_size=4)) for _ in range(4))
     keep, best = data.draw(KEEPS), data.draw(st.none() | VERSIONS)
     abandoned = data.draw(st.sets(VERSIONS, max_size=4)) - saved
     found = [*(Found(each, False) for each in saved | abandoned), *(Found(each, True) for each in begun - saved - abandoned)]
-    kept = reasons(saved, keep, best, needed)
-    assert set(kept) == {each for each in saved if wanted(each, saved, keep, best, needed)}
+    kept = reasons(saved, keep, best, needed, fresh)
+    assert set(kept) == {each for each in saved if wanted(each, saved, keep, best, needed, fresh)}
     gone = set(victims(found, kept, keep, {*spared, *needed}))
     newest = max(saved, default=Version(0, 0))
     assert gone == {
@@ -66,6 +69,29 @@ def test_the_rules_one_by_one() -> None:
     assert steps(Keep(last=2), None, (Version(300, 1),)) == [2000, 1900, 300]
     named = reasons(saved, Keep(last=2, every=1000, best=True), Version(2000, 1), (Version(1000, 1),))
     assert named[Version(2000, 1)] == ("newest", "last", "every", "best") and named[Version(1000, 1)] == ("every", "branch")
+
+
+def test_l7_what_is_young_is_kept() -> None:
+    """A save every ten minutes.  At an age of exactly an hour a checkpoint is no longer younger."""
+    written = {Version(step, 1): 600.0 * step for step in range(1, 20)}
+    found = young(written, written, Keep(last=2, younger_s=HOUR), now=600.0 * 19 + 1)
+    assert sorted(each.step for each in found) == [14, 15, 16, 17, 18, 19]
+    assert len(young(written, written, Keep(last=2, younger_s=HOUR), now=600.0 * 20)) == 5
+    assert young(written, written, Keep(last=2, younger_s=HOUR), now=1e9) == set() == young(written, written, Keep(last=2), now=0.0)
+    kept = reasons(written, Keep(last=2, younger_s=HOUR), None, (), found)
+    assert [each.step for each in kept] == [19, 18, 17, 16, 15, 14] and kept[Version(14, 1)] == ("younger",)
+
+
+@given(st.dictionaries(VERSIONS, st.none() | st.floats(-10.0, 10.0), max_size=8), st.floats(0.5, 5.0), st.floats(-10.0, 10.0))
+def test_l7_wrong_and_unknown_times_keep_too_much_and_never_too_little(times: dict[Version, float | None], age: float, now: float) -> None:
+    """The judge looks from each version at all that come after it.  Whatever the clocks say, the newest ones stay."""
+    known = {version: at for version, at in times.items() if at is not None}
+    keep = Keep(last=2, younger_s=age)
+    found = young(times, known, keep, now)
+    assert found == {each for each in times if all(now - at < age for version, at in known.items() if version >= each)}
+    kept = reasons(times, keep, None, (), found)
+    assert set(kept) >= set(sorted(times)[-2:]) | found
+    assert set(kept) >= set(reasons(times, Keep(last=2), None, ())), "no other rule keeps less"
 
 
 def test_what_is_kept_stays_kept_as_saves_are_added() -> None:

@@ -148,9 +148,10 @@ def rm(job: Job, step: int, force: bool) -> int:
 
 
 def gc(job: Job, dry: bool, force: bool) -> int:
-    """Deletes what no rule keeps and what saves have left, or with ``dry`` only says so.  Raises :class:`PlatformGaveUp` as :func:`rm`.
+    """Deletes what no rule keeps and what saves and dead writers have left, or with ``dry`` only says so.
 
     Then it looks for references that nobody needs.  What they have kept goes with the next call.
+    Raises :class:`PlatformGaveUp` as :func:`rm` does.
     """
     run, claim = at_rest(job, force, LIVES)
     listed = run.checkpoints.versions()
@@ -162,6 +163,7 @@ def gc(job: Job, dry: bool, force: bool) -> int:
             say(f"{version} would be deleted: {what}")
     else:
         _delete(run, (*found.marked, *found.due), "`elastic checkpoint gc`", claim)
+        run.store.tidy(f"{run.job.name}/")
     _release(run, dry, claim)
     number = len(found.marked) + len(found.due)
     rule = "" if job.keep().last else "; checkpoint.keep_last = 0 keeps all that are complete"

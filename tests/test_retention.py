@@ -24,7 +24,7 @@ from elastic.retention import Retention, collect
 from elastic.runs import Run
 from storage.checkpoints import MANIFEST, Checkpoints
 from storage.errors import Exists, Unavailable
-from storage.objects import ObjectStore
+from storage.objects import PARTIAL, ObjectStore
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
@@ -271,6 +271,11 @@ def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple
     every = checkpoint_commands.gc(run.job.replace(checkpoint={"keep_last": 0}), dry=True, force=False)
     assert every == 0 and said[-1] == "2 would be deleted, 5 kept; checkpoint.keep_last = 0 keeps all that are complete"
     said.clear()
+    folder = Path(run.job.bucket) / run.job.name
+    dead = [folder / f"steps/{6:012d}/g1/{PARTIAL}0", folder / f"metrics/{PARTIAL}1", folder / f"steps/{7:012d}"]
+    for path in dead:
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if path.parent.name == "steps" else path.write_bytes(b"half")
     assert checkpoint_commands.gc(run.job, dry=True, force=False) == 0
     assert said == [
         "step 1 of generation 1 would be deleted: its deletion has begun",
@@ -282,6 +287,7 @@ def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple
     assert len(run.checkpoints.versions()) == 7, "it only said so"
     assert checkpoint_commands.gc(run.job, dry=False, force=False) == 0
     assert [each.version.step for each in run.checkpoints.versions()] == [3, 5, 6]
+    assert not any(path.exists() for path in dead), "what dead writers have left half written"
     assert all(run.checkpoints.verify(each.version).good for each in run.checkpoints.versions())
 
 

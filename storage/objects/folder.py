@@ -77,13 +77,16 @@ class Folder(ObjectStore):
             os.unlink(self._path(key))
 
     def tidy(self, folder: str) -> None:
-        """Removes the partial files in ``folder``, the folder, and the one above it if that is empty then."""
+        """Removes partial files in ``folder`` and below, each folder there that is empty then, and the one above it if that is empty."""
         path = self._path(folder.rstrip("/"))
-        with suppress(OSError):  # an object is there after all, or somebody else has tidied up
-            for name in os.listdir(path):
+        for place, _, files in os.walk(path, topdown=False):
+            for name in files:
                 if name.startswith(PARTIAL):
-                    os.unlink(f"{path}/{name}")
-            os.rmdir(path)
+                    with suppress(OSError):  # somebody else has tidied up
+                        os.unlink(f"{place}/{name}")
+            with suppress(OSError):  # there is an object
+                os.rmdir(place)
+        with suppress(OSError):
             os.rmdir(os.path.dirname(path))
 
     @contextmanager

@@ -100,7 +100,7 @@ class ObjectStore(ABC):
         return True
 
     def tidy(self, folder: str) -> None:  # noqa: B027 (most stores have nothing to tidy)
-        """Removes what a store keeps of a folder in which there are no objects: the folder itself, and what dead writers have begun there.
+        """Removes what a store keeps of a folder beside its objects: what dead writers have begun there, and folders without objects.
 
         ``folder`` ends with "/".  Nobody writes there any more.  Most stores have folders only in the names of their objects.
         """

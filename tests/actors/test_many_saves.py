@@ -32,7 +32,7 @@ KINDS = re.compile(r"ray::(?P<actor>Coordinator|Keeper|Worker)\b|(?P<module>uplo
 
 @dataclass(frozen=True)
 class Sample:
-    """What there was after ``saves`` saves: objects and bytes of the bucket by folder, and the KiB that processes had in memory by kind."""
+    """The run after ``saves`` saves: objects and bytes of the bucket by folder, and the KiB that processes had in memory by kind."""
 
     saves: int
     step: int

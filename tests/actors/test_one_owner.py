@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from actors.cli import main
 from actors.launch import ask, attach, reap, start
 from elastic.errors import PlatformGaveUp
 from elastic.runs import Run
@@ -60,19 +61,27 @@ def slow_job(folder: Path, name: str) -> Path:
     return path
 
 
-def test_a_second_local_command_does_not_write_into_a_run_that_another_one_trains(tmp_path: Path) -> None:
-    """It is refused by name, as are commands for a cluster; `stop` says who trains.  When the first has ended, the run is free."""
+def test_a_second_local_command_does_not_write_into_a_run_that_another_one_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused by name, as are commands for a cluster; `stop` says who trains.  When the first has ended, the run is free.
+
+    The second command is this process, which need not start.
+    """
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     job = slow_job(tmp_path, "alone")
     first = command(job, "train", "--local")
     try:
         until_it_says(first, "step     3")
-        for line in (("train", "--local"), ("train",)):
-            second = command(job, *line)
-            said, _ = second.communicate(timeout=PATIENCE_S)
-            assert second.returncode == 1 and f"process {first.pid} of this machine trains this run (--local)" in said, said
-        stop = command(job, "stop")
-        said, _ = stop.communicate(timeout=PATIENCE_S)
-        assert stop.returncode == 2 and f"is trained by process {first.pid} of this machine" in said, said
+        trains = f"process {first.pid} of this machine trains this run (--local)"
+        for code, words, line in (
+            (1, trains, ["train", str(job), "--local"]),
+            (1, trains, ["train", str(job)]),
+            (2, f"is trained by process {first.pid} of this machine", ["stop", str(job)]),
+        ):
+            found = main(line)
+            said = " ".join("".join(capsys.readouterr()).split())
+            assert found == code and words in said, said
     finally:
         first.send_signal(signal.SIGINT)
         said, _ = first.communicate(timeout=PATIENCE_S)

@@ -38,7 +38,7 @@ CHANGES = ("os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
 
 @dataclass(frozen=True)
 class Ended:
-    """What was found after the boundary ``at``: how the child ended, and the bucket before and after the second one went on."""
+    """The findings after the boundary ``at``: how the child ended, and the bucket before and after the second one went on."""
 
     at: int
     signal: int

@@ -114,7 +114,7 @@ def read(outcomes: list[Outcome], sample: int) -> list[int]:
     return [each.step for each in outcomes if sample in {one for ids in each.samples for one in ids}]
 
 
-@pytest.mark.parametrize("layout", [Layout(3, 1), Layout(1, 3)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(3, 1), pytest.param(Layout(1, 3), marks=pytest.mark.full)], ids=str)
 def test_g1_a_corrupt_document_on_rank_2_is_skipped_by_all_and_read_no_more(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     """G1: a document with 1,000 times the loss is in a microbatch of rank 2 alone, in each epoch.  As soon as the window is full, all
     ranks skip its step: the bytes of every member's weights stay.  Both samples of the microbatch are in the list that the checkpoint
@@ -145,7 +145,7 @@ def test_g1_a_corrupt_document_on_rank_2_is_skipped_by_all_and_read_no_more(rank
         assert all(each.applies for each in warned.outcomes) and warned.hash != told.hash
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(Layout(2, 1), marks=pytest.mark.full), Layout(1, 2)], ids=str)
 def test_g1_another_world_goes_on_with_the_same_memory(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     """G1: saved before the spike with a window that is half full, and again after it, and resumed in other layouts, a run skips the same
     steps and reads the same samples as one that is never interrupted.  The control: a run that begins to look at the first of these

@@ -53,10 +53,11 @@ def test_a_profile_has_the_operations_of_its_steps_and_the_bits_stay(tmp_path: P
     (file,) = Path(tmp_path, "toy", "profiles").iterdir()
     assert file.name == "steps-2-3-g1.trace.json.gz"
     assert f"a profile is at {tmp_path}/toy/profiles/steps-2-3-g1.*" in said
-    spans = {each["name"]: (each["ts"], each["ts"] + each["dur"]) for each in events(file) if each.get("cat") == "user_annotation"}
+    told = events(file)
+    spans = {each["name"]: (each["ts"], each["ts"] + each["dur"]) for each in told if each.get("cat") == "user_annotation"}
     assert {name for name in spans if name.startswith("step")} == {"step 2", "step 3"}
     for begins, ends in (spans["step 2"], spans["step 3"]):
-        there = {each["name"] for each in events(file) if each.get("cat") == "cpu_op" and begins <= each["ts"] <= ends}
+        there = {each["name"] for each in told if each.get("cat") == "cpu_op" and begins <= each["ts"] <= ends}
         assert {"aten::mm", "aten::embedding", "aten::_foreach_lerp_"} <= there, "forward, backward and the update"
 
 

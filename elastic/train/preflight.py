@@ -134,10 +134,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
             _check_quarantine(job, run.checkpoints.open(at), at)
         if why := misfit(job, lasting, run.checkpoints.open(newest).tensors(), newest):
             raise ModelError(why)
-        if start is None or start.at is None:
-            run.check_code(sources, newest, accept=accept_code)
-        else:
-            run.check_code_of(start.at, sources, accept=accept_code)
+        _check_code(run, sources, start, newest, accept_code)
     notes += _attention(job, model, session.loader.dataset)
     if local:
         return Checked(build, [*notes, *_unused(job)], sources)
@@ -366,6 +363,14 @@ def _check_flops(model: nn.Module, job: Job) -> None:
             f"flops_per_token of {job.model!r} failed with {failure(error)}; let flops_per_token(seq, causal) return a number, or leave it "
             f"out"
         ) from error
+
+
+def _check_code(run: Run, sources: Sources, start: Start | None, newest: Version, accept: bool) -> None:
+    """Compares the job's code with that of the version that the run goes on from.  Raises :class:`JobError` as the two checks do."""
+    if start is None or start.at is None:
+        run.check_code(sources, newest, accept=accept)
+    else:
+        run.check_code_of(start.at, sources, accept=accept)
 
 
 def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:

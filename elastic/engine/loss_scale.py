@@ -17,7 +17,8 @@ SCALARS = ("loss_scale", "good_steps")
 """The scalars of the state; a ``loss_scale`` of 0 stands for ``FIRST``."""
 FIRST = 2.0**4
 """First scale.  Our losses are sums over tokens, so that a gradient of the logits is at most the scale itself, and that of a weight
-grows with the tokens of a microbatch.  With 16,384 of them 2 is as much as works (99.5 M parameters, one H200), and each halving costs a step.
+grows with the tokens of a microbatch.  With 16,384 of them 2 is as much as works (99.5 M parameters, one H200), and each halving costs a
+step.
 """
 LEAST = 2.0**-14
 """Least scale: a loss that overflows even then is not a matter of its scale."""

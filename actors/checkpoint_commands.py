@@ -10,10 +10,11 @@ from pathlib import Path
 from rich.table import Column, Table
 
 from actors.terminal import console, say
-from elastic import forks, retention
+from elastic import forks, owed, retention
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.protocol.actions import Retain
 from elastic.runs import Run
 from storage.checkpoints import EXPORTED, Manifest
 from storage.errors import Exists
@@ -24,8 +25,9 @@ def ls(job: Job) -> int:
     """Prints a table of the checkpoints.  It says which rules keep them, if there are rules, or branches that go on from some."""
     run = Run.begun(job)
     listed, asked = run.checkpoints.versions(), retention.as_it_stands(run)
-    newest, kept = max(asked.saved, default=None), retention.judge(run, job.keep(), asked, listed, time.time()).kept
-    ruled = job.keep().last > 0 or any("branch" in names for names in kept.values())
+    now = time.time()
+    newest, kept = max(asked.saved, default=None), retention.judge(run, job.keep(), asked, listed, now, _owing(run, job, asked)).kept
+    ruled = job.keep().last > 0 or any({"branch", "owed"}.intersection(names) for names in kept.values())
     table = Table("step", "generation", "files", "bytes", "layout", "written", "state", *(["kept by"] if ruled else []))
     for each in listed:
         version, files = each.version, each.manifest.files if each.manifest else ()
@@ -51,7 +53,8 @@ def show(job: Job, step: int | None) -> int:
     run = Run.begun(job)
     version = run.version_at(step)
     reader = run.checkpoints.open(version)
-    kept = retention.judge(run, job.keep(), retention.as_it_stands(run), run.checkpoints.versions(), time.time()).kept
+    asked = retention.as_it_stands(run)
+    kept = retention.judge(run, job.keep(), asked, run.checkpoints.versions(), time.time(), _owing(run, job, asked)).kept
     manifest, about = reader.manifest, reader.manifest.about
     said = {
         "version": str(version),
@@ -154,8 +157,8 @@ def gc(job: Job, dry: bool, force: bool) -> int:
     Raises :class:`PlatformGaveUp` as :func:`rm` does.
     """
     run, claim = at_rest(job, force, LIVES)
-    listed = run.checkpoints.versions()
-    found = retention.judge(run, job.keep(), retention.as_it_stands(run), listed, time.time())
+    listed, asked = run.checkpoints.versions(), retention.as_it_stands(run)
+    found = retention.judge(run, job.keep(), asked, listed, time.time(), _owing(run, job, asked))
     begun = {each.version for each in listed if each.manifest is None}
     if dry:
         for version in (*found.marked, *found.due):
@@ -207,6 +210,11 @@ LIVES = (
     "its end"
 )
 """The end of the sentence in which a command that deletes refuses a run that lives."""
+
+
+def _owing(run: Run, job: Job, asked: Retain) -> frozenset[Version]:
+    """Returns the checkpoints for which something is owed, by the settings of ``job``, which may be others than the run began with."""
+    return owed.needed(run, job, asked.lineage)
 
 
 def _delete(run: Run, versions: Sequence[Version], why: str, claim: int) -> None:

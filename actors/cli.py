@@ -118,6 +118,8 @@ def _add_run_commands(parsers: Any) -> None:
     back.add_argument("--to", metavar="STEP", required=True, help="step of the checkpoint, or auto: the last good one before a divergence")
     back.add_argument("--lr-scale", metavar="FACTOR", type=float, default=1.0, help="factor of the learning rate (default: 1)")
     back.add_argument("--force", action="store_true", help="also if it is not known that the run does not run")
+    owed = _takes_job(parsers, "owed", commands.owed, "list the exports and samples that a run owes, or do them in this process")
+    owed.add_argument("--pay", action="store_true", help="do them now, also those that were given up")
     runs = parsers.add_parser("runs", help="show the runs of a bucket, and how they descend from each other")
     runs.add_argument("bucket", help="the bucket, or a job file (TOML) that names it")
     runs.set_defaults(perform=branch_commands.runs)

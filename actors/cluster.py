@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +335,12 @@ def pid_of(actor: Any) -> int | None:
 def slots(workers: Workers, avoid: Container[str] = ()) -> int:
     """Returns how many more workers of this size the cluster could start now, without the nodes to ``avoid``."""
     return _slots(workers, {node: free for node, free in _free_by_node().items() if node not in avoid})
+
+
+def freest(nodes: Collection[NodeId]) -> NodeId:
+    """Returns the one of ``nodes`` with the most free CPUs, or this node if there is none."""
+    free = _free_by_node()
+    return max(sorted(nodes), key=lambda node: free.get(node, {}).get("CPU", 0.0), default=here())
 
 
 def workers_here(workers: Workers) -> int:

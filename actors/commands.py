@@ -142,6 +142,13 @@ def evaluate(known: Namespace) -> int:
     return 0
 
 
+def owed(known: Namespace) -> int:
+    from actors.owed_command import owed
+
+    sys.path.insert(0, str(Path.cwd()))
+    return owed(_job(known), known.pay)
+
+
 def rerun(known: Namespace) -> int:
     from elastic.train.revisit import rerun_here
 

@@ -23,6 +23,8 @@ import ray
 
 import elastic
 from actors import cluster
+from actors.ends import signature
+from actors.errands import Errands
 from actors.journal_replicas import JournalReplicas
 from actors.objects import UsersCode
 from actors.perform import Group
@@ -33,7 +35,7 @@ from elastic import restarts
 from elastic.control import codec, copy_inventory
 from elastic.control.inbox import Inbox
 from elastic.control.machine import Transition, advance
-from elastic.control.run import TERMINAL, Failed, RunState
+from elastic.control.run import TERMINAL, Failed, Finished, RunState
 from elastic.control.takeover import STOOD_S
 from elastic.engine.optim.schedule import rate_for_readers
 from elastic.errors import PlatformGaveUp
@@ -115,6 +117,8 @@ class View:
     """The warnings about gradients and the loss that were said in this run: "dead layers.3"."""
     skipped: str = ""
     """The sentence about the steps that were skipped; "" if there is none."""
+    owed: str = ""
+    """The exports and samples that are owed or were given up, in words; "" if there are none."""
 
 
 def _best(score: Score | None) -> str:
@@ -134,12 +138,6 @@ class Lease:
     recorded_step: int
     incarnation: int
     dismissed: bool
-
-
-def signature(event: Event, error: Exception) -> str:
-    """Returns a description of an event that failed, in the same words each time it fails in the same way."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(event).__name__}: {type(error).__name__} at {os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def steady_clock(wall: Callable[[], float] = time.time, pace: Callable[[], float] = time.monotonic) -> Callable[[], float]:
@@ -193,6 +191,8 @@ class Coordinator:
                 self.job, self.run, self.token, self.incarnation, context.current_actor, self.code, self.secret, self.post_local
             )
             self.group.tell = self._say
+            self.errands = Errands(self.job, self.run, self.incarnation, self.code, lambda: tuple(self.state.cluster.keepers), self._say)
+            self.group.saved = self.errands.look
         except (Unavailable, OSError):
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:
                 raise
@@ -352,6 +352,7 @@ class Coordinator:
             best=_best(state.history.best),
             warned=state.health.said,
             skipped=state.skips.summary,
+            owed=self.errands.owed,
         )
 
     # ---- the loop
@@ -380,6 +381,7 @@ class Coordinator:
             if self.journal.behind:
                 self.story.say(time.time(), f"the end of the run could not be written to the bucket: {self.journal.behind}")
             self.group.reap(GRACE_S)
+            self.errands.finish(isinstance(self.state.state, Finished), self.inbox)
             metrics.close()
             shutil.rmtree(log_folder(self.token), ignore_errors=True)  # a late worker may have made it again after the last keeper left
         except Exception:  # the process boundary: drivers wait for the end
@@ -472,6 +474,7 @@ class Coordinator:
 
     def _begin_to_watch(self) -> None:
         keep_going(self._watch_cluster, "cluster", self._say)
+        self.errands.begin()
 
     def _watch_cluster(self) -> None:
         placed: frozenset[WorkerId] = frozenset()

@@ -21,6 +21,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
+from actors.ends import NODE_DIED, UNREACHED, why_ended, why_not_made
 from actors.keeper import GROUPS, Keeper
 from actors.logs import EXAMINE_S
 from actors.objects import UsersCode
@@ -29,7 +30,6 @@ from actors.survivors import Left
 from actors.worker import Worker
 from elastic.control.run import RunState
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.imports import PACKAGES
 from elastic.job import Job
 from elastic.probe import COORDINATOR, Probe
 from elastic.protocol.actions import (
@@ -64,8 +64,6 @@ SHIP_S = 10.0
 """Seconds that the bucket may take for the journal, which comes before a manifest."""
 PROBE_DEADLINE_S = 60
 """Seconds that a new keeper may take for each answer: whether it sees the bucket, and its address."""
-NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"
-"""Reasons that hold only in Ray's view: a process that is cut off may still live."""
 MANY = 64
 """Number of receivers from which on a long message is put into Ray's object store once, instead of being sent with each call."""
 PEERS = 3
@@ -108,6 +106,8 @@ class Group:
         self._closing = False
         self.tell: Callable[[str], None] = lambda sentence: None
         """Adds a sentence to the run's story: something that was found out and decides nothing."""
+        self.saved: Callable[[], None] = lambda: None
+        """Called when a checkpoint is in the bucket."""
         self.probe = Probe(run.store, job.name, token)
         self.probe.leave(COORDINATOR)
         self.probe.remove_earlier()
@@ -243,14 +243,14 @@ class Group:
             if not self._closing:
                 self._do(self._pool, self._not_made, worker, error)
             return
-        reason = _why(error)
+        reason = why_ended(error)
         self.post(Lost(worker, reason, certain=reason not in (NODE_DIED, UNREACHED)))
 
     def _not_made(self, worker: WorkerId, error: BaseException) -> None:
         """Refuses the node: the process came up but the worker could not be made, and another start there would fail in the same way."""
         if (node := cluster.node_of(self.workers[worker])) is not None:
-            self.post(NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {_why_not_made(error)}"))
-        self.post(StartFailed(worker, _why_not_made(error)))
+            self.post(NodeRefused(node, f"{worker} cannot start on {cluster.place(node)}: {why_not_made(error)}"))
+        self.post(StartFailed(worker, why_not_made(error)))
 
     def on_their_way(self, run: RunState) -> dict[WorkerId, Any]:
         """Returns the actors of the workers that are being started."""
@@ -326,7 +326,7 @@ class Group:
         try:
             store = ray.get(self.keepers[plan.store_node].open_store.remote(self.incarnation, plan.generation), timeout=STORE_DEADLINE_S)
         except (ray.exceptions.RayError, KeyError) as error:
-            self.post(KeeperLost(plan.store_node, f"it opened no store for generation {plan.generation}: {_why(error)}"))
+            self.post(KeeperLost(plan.store_node, f"it opened no store for generation {plan.generation}: {why_ended(error)}"))
             for keeper in self._those((plan.store_node,)):
                 ray.kill(keeper, no_restart=True)  # otherwise the node would never get another keeper
             return
@@ -370,7 +370,7 @@ class Group:
         if error is None:
             self._do(self._looks, self._look, node)
         elif isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed:
-            self._do(self._looks, self._refuse, node, f"cannot start a keeper: {_why_not_made(error)}", False)
+            self._do(self._looks, self._refuse, node, f"cannot start a keeper: {why_not_made(error)}", False)
         else:
             self._keeper_lost(node, error)
 
@@ -409,7 +409,7 @@ class Group:
         self._when_done(keeper.lives.remote(), keeper, lambda ended: self._keeper_lost(node, ended))
 
     def _keeper_lost(self, node: NodeId, error: BaseException | None) -> None:
-        keeper, why = self.keepers.pop(node, None), _why(error)
+        keeper, why = self.keepers.pop(node, None), why_ended(error)
         if not self._closing:
             self._do(self._looks, self.orders.lost, node)
         if why == UNREACHED and keeper is not None and not self._closing:
@@ -435,6 +435,7 @@ class Group:
                 self.post(SaveFailed(version, f"{type(error).__name__}: {error}", by, again=not lasting, manifest=True))
         else:
             self.post(Saved(version, digest))
+            self.saved()
         finally:
             self._committing.discard(version)
 
@@ -475,24 +476,6 @@ def _later(seconds: float, call: Callable[[], None]) -> None:
     timer = threading.Timer(seconds, call)
     timer.daemon = True
     timer.start()
-
-
-def _why_not_made(error: BaseException) -> str:
-    """Returns the last line of an error that prevented an actor from being made; mostly it is a failed import."""
-    last = str(error).strip().splitlines()[-1].strip()
-    if any(f"'{package}{end}" in last for package in PACKAGES for end in ("'", ".")) and "No module named" in last:
-        return f"{last}; another folder of that name comes first on its path, or Elastic is not installed there"
-    return last
-
-
-def _why(error: BaseException | None) -> str:
-    if error is None:
-        return "its process left"
-    if isinstance(error, ray.exceptions.ActorUnavailableError):
-        return UNREACHED
-    if isinstance(error, ray.exceptions.RayActorError):
-        return NODE_DIED if "node has died" in str(error) else "its process died"
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
 
 
 def _once(value: Any, receivers: tuple[WorkerId, ...]) -> Any:

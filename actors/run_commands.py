@@ -17,6 +17,7 @@ from actors.coordinator import View
 from actors.prints import Prints, Reading
 from actors.processes import clear, end_on_sigterm
 from actors.terminal import say, screen_for, show_result
+from elastic import owed
 from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
@@ -75,8 +76,9 @@ class Absent:
         how = "" if end is None else f"; it ended as {type(end).__name__}"
         why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""
         known = run.standing(0, 0.0)
-        newest, skipped = max(known.history.saved, default="none"), f"; {told}" if (told := known.skips.summary) else ""
-        return cls(f"{job.name} is not running{unless}; newest good checkpoint: {newest}{how}{why}{skipped}", over, end)
+        newest = max(known.history.saved, default="none")
+        more = "".join(f"; {told}" for told in (known.skips.summary, owed.sentence(owed.debts(run, job))) if told)
+        return cls(f"{job.name} is not running{unless}; newest good checkpoint: {newest}{how}{why}{more}", over, end)
 
 
 def status(job: Job, once: bool) -> int:
@@ -166,7 +168,7 @@ def _stands(view: View) -> str:
     alone = "" if view.unbuddied_since is None else f"; no copy on another node since step {view.unbuddied_since}"
     more = f" and {len(view.warned) - SHOWN_WARNINGS} more" if len(view.warned) > SHOWN_WARNINGS else ""
     warned = f"; warned of: {', '.join(view.warned[:SHOWN_WARNINGS])}{more}" if view.warned else ""
-    rest = "".join(f"; {each}" for each in (view.skipped, view.best) if each)
+    rest = "".join(f"; {each}" for each in (view.skipped, view.best, view.owed) if each)
     return f"generation {view.generation}, incarnation {view.incarnation}; workers {workers or 'none'}{open_}{alone}{warned}{rest}"
 
 

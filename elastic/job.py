@@ -26,6 +26,7 @@ from elastic.config.sections import (
     Copies,
     Data,
     Deadlines,
+    Export,
     Fault,
     Metrics,
     Network,
@@ -33,6 +34,7 @@ from elastic.config.sections import (
     Parallel,
     Part,
     Reduction,
+    Samples,
     Schedule,
     Spikes,
     Validation,
@@ -176,6 +178,8 @@ class Job(Part):
     pytorch.org/memory_viz), go to the folder ``profiles/`` of the run.  Empty: none."""
     data: Data = Data()
     validation: Validation = Validation()
+    export: Export = Export()
+    samples: Samples = Samples()
     metrics: Metrics = Metrics()
     optim: Optim = Optim()
     schedule: Schedule = Schedule()

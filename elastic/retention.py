@@ -8,11 +8,11 @@ that a coordinator that was replaced deletes nothing that the next one counts on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from elastic import branches, forks
+from elastic import branches, forks, owed
 from elastic.control import saves
 from elastic.forks import Reference
 from elastic.ids import Version
@@ -36,16 +36,17 @@ class Verdict:
     due: tuple[Version, ...] = ()
 
 
-def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: float) -> Verdict:
+def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: float, owing: Collection[Version] = ()) -> Verdict:
     """Returns what is kept and deleted of ``listed``, the checkpoints in the bucket, at the wall-clock time ``now``.
 
-    Nothing is deleted unless the newest checkpoint of ``asked`` is there and good.
+    Nothing is deleted unless the newest checkpoint of ``asked`` is there and good.  Something is owed for those of ``owing``.
     """
     listed, branched = list(listed), needed(run)
     good = {each.version for each in listed if each.good and lineage.contains(asked.lineage, each.version)}
     newest = max(asked.saved, default=None)
     there = [version for version in good if newest is None or version <= newest]
     kept = reasons(there, keep, asked.best, branched, young(there, written(listed), keep, now))
+    kept |= {version: (*kept.get(version, ()), "owed") for version in good.intersection(owing)}
     if newest not in kept:
         return Verdict(kept)
     spared = {*asked.spared, *branched}
@@ -82,7 +83,8 @@ def collect(run: Run, keep: Keep, asked: Retain, claim: int, now: float | None =
 
     ``now`` is the wall-clock time, by default this machine's.
     """
-    found = judge(run, keep, asked, run.checkpoints.versions(), time.time() if now is None else now)
+    owing = owed.needed(run, run.job, asked.lineage)
+    found = judge(run, keep, asked, run.checkpoints.versions(), time.time() if now is None else now, owing)
     found = Verdict(found.kept, found.marked[:MOST], found.due[:MOST])
     remove(run, found.marked, claim)
     mark(run, found.due, "no rule keeps it", claim)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elastic import branches
+from elastic.config.sections import Samples
 from elastic.config.settings import leaves
 from elastic.config.values import Change
 from elastic.errors import JobError
@@ -62,6 +63,12 @@ OTHER: dict[str, Any] = {
     "validation.args": {"path": "/moved"},
     "validation.every": 6,
     "validation.samples": 8,
+    "export.every": 100,
+    "samples.every": 100,
+    "samples.prompts": ("b",),
+    "samples.tokens": 8,
+    "samples.temperature": 0.5,
+    "samples.seed": 1,
     "metrics.sinks": {"a.b:C": {"path": "c"}},
     "optim.kind": "c.d:opt",
     "optim.args": {"x": 2},
@@ -150,6 +157,7 @@ WITH: dict[str, dict[str, Any]] = {
     "data.weights": {"data.weights": (1.0, 1.0)},
     "spikes.z": {"spikes.action": "skip"},
     "spikes.window": {"spikes.action": "skip"},
+    **{f"samples.{name}": {"samples.every": 50, "samples.prompts": ("a",)} for name in Samples.model_fields},
     "checkpoint.keep_every": {"checkpoint.keep_last": 3},
     "checkpoint.keep_younger": {"checkpoint.keep_last": 3},
     "checkpoint.keep_best": {"checkpoint.keep_last": 3, "validation.every": 50},

@@ -431,6 +431,7 @@ CLUSTER = {
     "faults": (Fault(point="save", step=1),),
     "data": Data(prefetch=7, args={"path": "/moved"}),
     "validation": Validation(every=5),
+    **{"export": {"every": 5}, "samples": {"every": 5, "prompts": ["a"]}},
     "metrics": Metrics(sinks={"a.b:C": {"path": "c"}}),
 }
 TRAJECTORY = {

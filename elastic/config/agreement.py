@@ -39,7 +39,7 @@ def disagreements(job: Job) -> Iterator[str]:
             "data.group_by_length = true with compile = true and reproducible = true: what is compiled for a length depends on which "
             "lengths a process has seen before; leave one of the three out"
         )
-    for more in (_schedule, _ramp, _weights, _attention):
+    for more in (_schedule, _ramp, _weights, _attention, _owed):
         yield from more(job)
     yield from _unused(job.optim)
     if job.parallel.zero == 0 and (job.parallel.dp_shard not in (1, "auto") or job.parallel.min_shard > 1):
@@ -99,6 +99,23 @@ def _kept(job: Job) -> Iterator[str]:
             f"checkpoint.keep_best = true with validation.every = {validation.every}: only what is both validated and saved can be kept; "
             f"set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or leave keep_best out"
         )
+
+
+def _owed(job: Job) -> Iterator[str]:
+    """Yields a sentence for each thing that no checkpoint could owe."""
+    save_every, samples = job.checkpoint.save_every, job.samples
+    for name, every in (("export", job.export.every), ("samples", samples.every)):
+        if every % save_every:
+            near = [n for n in (every - every % save_every, every - every % save_every + save_every) if n]
+            yield (
+                f"{name}.every = {every} is not a multiple of checkpoint.save_every = {save_every}, and only what is saved can be used; "
+                f"the nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"
+            )
+    if samples.every and not samples.prompts:
+        yield f"samples.every = {samples.every} without samples.prompts: there is nothing to continue; give some texts there"
+    defaults = {name: each.default for name, each in type(samples).model_fields.items()}
+    if not samples.every and (set_ := [name for name, default in defaults.items() if getattr(samples, name) != default]):
+        yield f"samples.{set_[0]} = {getattr(samples, set_[0])!r} has no effect without samples.every; name a number of steps there"
 
 
 def _gathers_blocks(job: Job) -> bool:

@@ -73,6 +73,28 @@ class Validation(Part):
     """Arguments of that class."""
 
 
+class Export(Part):
+    """Weights as plain safetensors, in the folder ``exports/`` of the run, made from checkpoints while the run goes on."""
+
+    every: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """The first checkpoint at or after each multiple of this number of steps is exported, and that of the last step.  0: none."""
+
+
+class Samples(Part):
+    """Text that the model writes, made from checkpoints while the run goes on.  The model must turn tokens into logits."""
+
+    every: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """The first checkpoint at or after each multiple of this number of steps continues the prompts, and that of the last step.  0: none."""
+    prompts: Free[tuple[str, ...]] = ()
+    """Texts that are continued.  They become tokens as the text of the dataset did, or else byte by byte."""
+    tokens: Free[Positive] = 64
+    """Largest number of tokens that follow a prompt: fewer, where a document ends."""
+    temperature: Free[Annotated[Number, Field(ge=0)]] = 0.0
+    """Number by which the logits are divided before a token is drawn.  0: each token is the most likely one."""
+    seed: Free[Whole] = 0
+    """Seed of what is drawn."""
+
+
 class Metrics(Part):
     """The numbers of each step.  They are always in the bucket, whatever is set here."""
 

@@ -107,7 +107,8 @@ def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
     """Returns the known settings that are probably meant by ``setting``: one, rarely two, or none.
 
     A setting with the same last part comes first (the right name in a wrong section), then what other trainers call so.  Next comes one
-    of the same section whose last part is spelt alike, then one that is spelt alike as a whole, then one whose last part is.
+    of the same section whose last part is spelt alike, then one that is spelt alike as a whole, then one whose last part is.  Without a
+    section the last two change places, and with a known one the likeness must be greater.
     """
     section, _, last = setting.rpartition(".")
     by_last = {name.rpartition(".")[2]: (name,) for name in reversed(known)}
@@ -116,8 +117,10 @@ def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
     beside = {part: names for part, names in by_last.items() if section and names[0].rpartition(".")[0] == section}
     ours = {section, *(name for names in beside.values() for name in names)} if beside else set()  # a common section is no likeness
     others = {name: (name,) for name in known if name not in ours}
-    for wanted, candidates in ((last, beside), (setting, others), (last, by_last | ELSEWHERE)):
-        if match := difflib.get_close_matches(wanted, list(candidates), 1):
+    tried: list[tuple[str, Mapping[str, tuple[str, ...]]]] = [(last, beside), (setting, others), (last, by_last | ELSEWHERE)]
+    for wanted, candidates in tried if section else reversed(tried):
+        cutoff = 0.7 if beside and candidates is not beside else 0.6
+        if match := difflib.get_close_matches(wanted, list(candidates), 1, cutoff):
             return candidates[match[0]]
     return ()
 

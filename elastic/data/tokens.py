@@ -16,7 +16,9 @@ import shlex
 import numpy as np
 import torch
 
+from elastic.data.show import encoder_of
 from elastic.data.sources import text_files
+from elastic.data.tokenizer import Encoder
 from elastic.errors import DataError
 from storage.datasets import TokenFiles
 from storage.errors import BadFormat, Damaged, Missing
@@ -64,6 +66,10 @@ class TokenDataset:
             ends = rows == self._files.description.end_of_document
             batch["documents"] = torch.from_numpy(ends.cumsum(axis=1, dtype=np.int32) - ends)
         return batch
+
+    def encoder(self) -> Encoder:
+        """Returns what turned the text into tokens."""
+        return encoder_of(ObjectStore.open(self.path), self._files.description)
 
     def fingerprint(self) -> str:
         """Returns a digest of all tokens, the sample length, and whether documents are told.  It does not depend on where the data lies."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from elastic import owed
 from elastic.control.health import judge
 from elastic.control.run import RunState
 from elastic.control.skips import note
@@ -48,6 +50,7 @@ from elastic.train.context import Context
 from elastic.train.contract import check_loss
 from elastic.train.counters import Counters
 from elastic.train.effects import Effects
+from elastic.train.errands import pay
 from elastic.train.inventory import decay_line
 from elastic.train.machine.device import memory_of
 from elastic.train.microbatch import decided
@@ -58,7 +61,7 @@ from elastic.train.session import make_session, make_snapshots, prepare_process
 from elastic.train.step import Session, Step
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
-from storage.errors import Damaged, StorageError
+from storage.errors import Damaged, StorageError, Unavailable
 from storage.slices import Tensor
 
 
@@ -154,6 +157,7 @@ class _Local:
         job = self.session.job
         state = self._healed()
         self.sinks.hand_on(self.lineage)  # what they lack of earlier processes
+        self._pay()
         go(self.apply_fence, self.plan, state.shard)
         self.show_sentence(decay_line(state))
         self.skips = self.skips.completed(tuple(state.spikes.put_there().items()))
@@ -260,8 +264,16 @@ class _Local:
         self.rows.clear()
         self.run.commit(version, [receipt], self.lineage, self.world.layout)
         self.sinks.hand_on(self.lineage)
+        self._pay()
         if self.session.job.checkpoint.keep_last:
             self.retention.round(Retain((version,), self.lineage, None, (self.plan.version,)))
+
+    def _pay(self) -> None:
+        """Performs what is owed, each once; what fails is tried again at the next save."""
+        for debt in owed.debts(self.run, self.run.job, self.lineage):
+            if not debt.given_up:
+                with suppress(Unavailable, OSError):
+                    self.show_sentence(pay(self.run, self.run.job, debt)[0])
 
     def show_said(self) -> None:
         while self.said:

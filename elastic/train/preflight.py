@@ -44,6 +44,7 @@ from elastic.state.heal import WEIGHTS
 from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
 from elastic.train.counters import Counters
+from elastic.train.errands import check_samples
 from elastic.train.machine.device import need_of
 from elastic.train.model import AS_IT_IS_THERE, build_model, builder_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session
@@ -99,6 +100,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         session.close()
     check_rule(job, session.rule)
     _check_vocabulary(model, session.loader.dataset)
+    check_samples(job, model, session.loader.dataset)
     for sink, args in job.metrics.sinks.items():
         check_sink(sink, args)
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, sharding_table(model)):

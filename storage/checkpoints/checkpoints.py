@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 from blake3 import blake3
 
 from storage.checkpoints.cover import describe
-from storage.checkpoints.export import export
+from storage.checkpoints.export import export, model_pieces
 from storage.checkpoints.index import Cut, Index, cuts_of, grouped
 from storage.checkpoints.manifest import ABOUT, DAMAGED, DELETED, INDEX, MANIFEST, Manifest
 from storage.checkpoints.reader import FETCH_BYTES, Reader, Verified, verify
@@ -197,18 +197,23 @@ class Checkpoints:
 
     def versions(self) -> list[Listed]:
         """Returns every checkpoint that was ever begun, oldest first.  Raises :class:`BadFormat` if a newer release wrote one of them."""
-        return self._listed(self._steps())
+        return self._listed(self.steps())
 
     def recent(self, enough: Callable[[Sequence[Listed]], bool]) -> list[Listed]:
         """Returns the checkpoints of the newest steps, oldest first: those of :data:`RECENT` steps, and more until they are ``enough``.
 
         So what it reads does not grow with the age of the run.  Raises as :meth:`versions` does.
         """
-        steps, found = self._steps(), list[Listed]()
+        steps, found = self.steps(), list[Listed]()
         while steps and not (found and enough(found)):
             found = self._listed(steps[-RECENT:]) + found
             del steps[-RECENT:]
         return found
+
+    def steps(self) -> list[int]:
+        """Returns the steps of which a checkpoint was begun, in order."""
+        own = {int(name[:-1]) for name in self.store.children(f"{self.run}/steps/") if re.fullmatch(r"\d+/", name)}
+        return sorted(own | {version.step for version in self.inherited})
 
     def at(self, step: int) -> list[Listed]:
         """Returns the checkpoints of one step.  Raises as :meth:`versions` does."""
@@ -241,6 +246,22 @@ class Checkpoints:
     def export(self, version: Version, destination: Path) -> list[Path]:
         """Writes whole tensors as ``model.safetensors`` and ``optimizer.safetensors`` into ``destination``; returns their paths."""
         return export(self.open(version), destination)
+
+    def export_model(self, version: Version, key: str) -> File:
+        """Creates the object ``key`` with the bytes of ``model.safetensors``, unless it is there, and returns what it is.
+
+        Raises :class:`Exists` if other bytes are there.
+        """
+        reader, name = self.open(version), key.rpartition("/")[2]
+        seen = _Seen(model_pieces(reader))
+        try:
+            self.store.put_if_absent(key, seen)
+        except Exists:
+            file = _digested(name, model_pieces(reader))
+            if not self._is_there(key, file):
+                raise
+            return file
+        return File(name, seen.size, seen.digest.hexdigest())
 
     # ---- implementation
 
@@ -303,11 +324,6 @@ class Checkpoints:
             raise Incomplete(self.folder(version), f"{len(receipts)} receipts with {len(index.tensors)} tensors are not the whole state")
         return index
 
-    def _steps(self) -> list[int]:
-        """Returns the steps of which a checkpoint was begun, in order."""
-        own = {int(name[:-1]) for name in self.store.children(f"{self.run}/steps/") if re.fullmatch(r"\d+/", name)}
-        return sorted(own | {version.step for version in self.inherited})
-
     def _listed(self, steps: Sequence[int]) -> list[Listed]:
         """Returns the checkpoints of these steps, oldest first."""
 
@@ -351,6 +367,19 @@ def _bytes_of(parts: Iterable[Part], done: Callable[[Tensor], None], hook: Calla
             hook()
         yield data
         done(tensor)
+
+
+class _Seen:
+    """Yields pieces once, and knows the size and the digest of those that were taken."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.size, self.digest, self._pieces = 0, blake3(), pieces
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece in self._pieces:
+            self.size += memoryview(piece).nbytes
+            self.digest.update(piece)
+            yield piece
 
 
 def _digested(name: str, pieces: Iterable[Piece]) -> File:

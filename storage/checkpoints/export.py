@@ -7,11 +7,12 @@ and scalars by name.  It holds one tensor at a time in memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from storage.checkpoints.reader import Reader
 from storage.checkpoints.shards import Entry, aligned_order, header_of
+from storage.objects.port import Piece
 from storage.slices import Tensor
 
 MODEL_KINDS = ("parameter", "buffer")
@@ -22,24 +23,28 @@ EXPORTED = ("model.safetensors", "optimizer.safetensors")
 def export(reader: Reader, destination: Path) -> list[Path]:
     """Writes both files into the folder ``destination``, whole or not at all; returns their paths."""
     destination.mkdir(parents=True, exist_ok=True)
-    model = [tensor for tensor in reader.tensors() if tensor.kind in MODEL_KINDS]
     optimizer = [tensor for tensor in reader.tensors() if tensor.kind not in (*MODEL_KINDS, "constant")]
     aside = [destination / f".{name}.partial" for name in EXPORTED]
-    for path, tensors in zip(aside, (model, optimizer), strict=True):
-        _write(reader, path, tensors)
+    for path, pieces in zip(aside, (model_pieces(reader), _pieces(reader, optimizer)), strict=True):
+        with open(path, "wb") as file:
+            file.writelines(pieces)
     written = [destination / name for name in EXPORTED]
     for path, final in zip(aside, written, strict=True):
         os.replace(path, final)
     return written
 
 
-def _write(reader: Reader, aside: Path, tensors: Sequence[Tensor]) -> None:
+def model_pieces(reader: Reader) -> Iterator[Piece]:
+    """Yields the bytes of ``model.safetensors``."""
+    return _pieces(reader, [tensor for tensor in reader.tensors() if tensor.kind in MODEL_KINDS])
+
+
+def _pieces(reader: Reader, tensors: Sequence[Tensor]) -> Iterator[Piece]:
     entries = sorted(((Entry(_key(t), t.dtype, t.shape), t) for t in tensors), key=lambda pair: (aligned_order(pair[0]), pair[0].key))
-    with open(aside, "wb") as file:
-        file.write(header_of([entry for entry, _ in entries], {"format": "pt"}))
-        for _, tensor in entries:
-            for _, data in reader.read([tensor.whole()]):
-                file.write(data)
+    yield header_of([entry for entry, _ in entries], {"format": "pt"})
+    for _, tensor in entries:
+        for _, data in reader.read([tensor.whole()]):
+            yield data
 
 
 def _key(tensor: Tensor) -> str:

@@ -76,10 +76,11 @@ IMPORTS = {
             *("elastic.sources", "storage.*", *NAMES),
         )
     ),
+    "elastic.owed": Row(("elastic.job", "elastic.protocol.lineage", "elastic.runs", "storage.*", *NAMES)),
     "elastic.retention": Row(
         (
-            *("elastic.branches", "elastic.forks", "elastic.control.saves", "elastic.protocol.*", "elastic.plan.*", "elastic.runs"),
-            *("storage.*", *NAMES),
+            *("elastic.branches", "elastic.forks", "elastic.owed", "elastic.control.saves", "elastic.protocol.*", "elastic.plan.*"),
+            *("elastic.runs", "storage.*", *NAMES),
         )
     ),
     "elastic.descent": Row(
@@ -151,8 +152,8 @@ IMPORTS = {
             "elastic",
             *("elastic.train.*", "elastic.state.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*"),
             *("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
-            *("elastic.branches", "elastic.config.sections", "elastic.forks", "elastic.metrics", "elastic.resume", "elastic.retention"),
-            *("elastic.sinks.port", "elastic.sources", "elastic.kernels.attention", *NAMES),
+            *("elastic.branches", "elastic.config.sections", "elastic.forks", "elastic.metrics", "elastic.owed", "elastic.resume"),
+            *("elastic.retention", "elastic.sinks.port", "elastic.sources", "elastic.kernels.attention", *NAMES),
         ),
         ("numpy", "torch"),
     ),
@@ -199,6 +200,7 @@ BOUNDARIES = {
     "elastic/state/uploads.py": "whatever ends a look for copies goes to the keeper's log, and the next look follows",
     "elastic/engine/paged.py": "whatever the user's initialisation makes of values that were lost is done again with the true ones",
     "elastic/train/contract.py": "the user's code need not work with other numbers of samples than that of a microbatch",
+    "elastic/train/errands.py": "whatever the user's model raises while it writes text is noted, and tried again",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/train/microbatch.py": "whatever the user's model or loss raises with tensors that have no values becomes a sentence",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",

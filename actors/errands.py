@@ -1,0 +1,219 @@
+"""Works off what a run owes for its checkpoints (:mod:`elastic.owed`) while it trains, and at its end.
+
+A thread of the coordinator looks for debts and gives them, one by one, to an actor that needs no accelerator.  That actor is started only
+if something is owed, on the approved node with the most free CPUs, and takes none of them: it runs at a low priority.  It dies with the
+coordinator that started it, and the next coordinator finds what is still owed in the bucket.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors import cluster
+from actors.ends import NODE_DIED, UNREACHED, why_ended, why_not_made
+from actors.processes import end_on_sigterm
+from elastic import owed, retention
+from elastic.control.inbox import Inbox
+from elastic.ids import NodeId
+from elastic.job import Job
+from elastic.owed import Debt, Failure
+from elastic.protocol.events import StopRequested
+from elastic.retention import Retention
+from elastic.runs import Run
+from elastic.threads import keep_going
+from storage.errors import StorageError, Unavailable
+from storage.objects import ObjectStore
+
+if TYPE_CHECKING:
+    from actors.objects import UsersCode
+
+POLL_S = 0.1
+"""Seconds from one look at the actor, or at what is asked of the thread, to the next."""
+FIRST_S, LONGEST_S = 0.5, 60.0
+"""Seconds from a failure to the next attempt: they double with each failure in a row."""
+HANGS_S = 3600.0
+"""Seconds after which one errand counts as hanging, and its process is ended."""
+NICE = 10
+"""Added to the niceness of the actor's process, so that it leaves the CPUs to workers."""
+
+
+class Errand:
+    """The actor.  It does one errand at a time."""
+
+    def __init__(self, job: Job, code: UsersCode) -> None:
+        end_on_sigterm()
+        os.nice(NICE)
+        sys.path[:0] = [entry for entry in code.search_path if entry not in sys.path]
+        import torch
+
+        self.job = code.restore(job)
+        torch.set_num_threads(self.job.workers.threads)
+        self.run = Run(self.job, ObjectStore.open(self.job.bucket))
+
+    def pay(self, debt: Debt) -> tuple[str, bool]:
+        """Performs what is owed.  Returns and raises as :func:`elastic.train.errands.pay`."""
+        from elastic.train.errands import pay
+
+        return pay(self.run, self.job, debt)
+
+
+class Errands:
+    """Looks for debts and has them paid, for a coordinator.  For a job that asks for nothing it does nothing.
+
+    ``nodes`` returns the approved nodes, and ``tell`` adds a sentence to the run's story.
+    """
+
+    def __init__(
+        self, job: Job, run: Run, claim: int, code: UsersCode, nodes: Callable[[], tuple[NodeId, ...]], tell: Callable[[str], None]
+    ) -> None:
+        self.job, self.code, self.nodes, self.tell = job, code, nodes, tell
+        self.run, self.claim = Run(job, run.store), claim
+        self.owed = ""
+        """A sentence about the debts that are open or were given up; "" if there are none."""
+        self._open: list[Debt] = []
+        self._paid = 0
+        self._actor: Any = None
+        self._wanted, self._last, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Begins to look for debts, first for those that earlier coordinators have left."""
+        if owed.kinds(self.job) and self._thread is None:
+            self._wanted.set()
+            self._thread = keep_going(self._work, "errands", self.tell)
+
+    def look(self) -> None:
+        """Looks for debts soon: there is a new checkpoint."""
+        self._wanted.set()
+
+    def finish(self, finished: bool, inbox: Inbox) -> None:
+        """Ends, when the run is over.
+
+        If it has ``finished``, what is owed is done first, until nothing was done for ``deadlines.wait_s``, or until a stop is asked for in
+        ``inbox``, which nobody else reads any more.
+        """
+        if self._thread is None:
+            return
+        if finished:
+            self._work_off(inbox)
+        self._closing.set()
+        self._wanted.set()
+        self._thread.join()
+        self._dismiss()
+        with suppress(StorageError, OSError):
+            self._look()
+        if self._open:
+            rest = "`elastic owed` with the job file and --pay does it" if finished else "it is done when the run goes on"
+            self.tell(f"{owed.sentence(self._open)}; {rest}")
+        elif self._paid and self.job.keep().last:
+            self._delete()
+
+    def _work_off(self, inbox: Inbox) -> None:
+        assert self._thread is not None
+        self._last.set()
+        self._wanted.set()
+        with suppress(StorageError, OSError):
+            self._look()
+        if self._open:
+            self.tell(f"{owed.sentence(self._open)}; that is done now, and Ctrl-C leaves it for later")
+        paid, until = self._paid, time.monotonic() + self.job.deadlines.wait_s
+        while self._thread.is_alive() and time.monotonic() < until and not _stops(inbox):
+            if self._paid > paid:
+                paid, until = self._paid, time.monotonic() + self.job.deadlines.wait_s
+            self._thread.join(POLL_S)
+
+    def _delete(self) -> None:
+        """Deletes the checkpoints that were kept only for what was owed: no save follows after which that would happen."""
+        rounds = Retention(self.run, self.claim, self.tell)
+        for _ in range(2):
+            rounds.round(retention.as_it_stands(self.run))
+        rounds.close()
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        """Works off all that is owed whenever it is to look, and pauses after a failure."""
+        self._wanted.set()
+        while not self._closing.is_set():
+            self._wanted.wait()
+            self._wanted.clear()
+            last, failed = self._last.is_set(), 0
+            while (done := self._next()) is not None:
+                failed = 0 if done else failed + 1
+                if self._closing.wait(min(FIRST_S * 2 ** (failed - 1), LONGEST_S) if failed else 0.0):
+                    return
+            self._dismiss()
+            if last:
+                return
+
+    def _next(self) -> bool | None:
+        """Takes the oldest debt, of those that have failed the least.  Returns whether that succeeded, or None if nothing is owed."""
+        try:
+            self._look()
+            if not self._open:
+                return None
+            debt = min(self._open, key=lambda each: (len(each.failures), each))
+            said, done = self._pay(debt)
+        except (Unavailable, OSError):  # the bucket does not answer
+            return False
+        if said:
+            self.tell(said)
+        self._paid += done
+        return done
+
+    def _look(self) -> None:
+        found = owed.debts(self.run, self.job)
+        self._open, self.owed = [debt for debt in found if not debt.given_up], owed.sentence(found)
+
+    def _pay(self, debt: Debt) -> tuple[str, bool]:
+        """Lets the actor do it.  Returns the sentence for the story, and whether it is done."""
+        self._actor = self._actor or self._start()
+        call, until = self._actor.pay.remote(debt), time.monotonic() + HANGS_S
+        while not ray.wait([call], timeout=POLL_S)[0]:
+            if self._closing.is_set():
+                return "", False
+            if time.monotonic() > until:
+                self._dismiss()
+                return owed.failed(self.run, debt, Failure(f"it was not done in {HANGS_S:g} s", died=True)), False
+        try:
+            said, done = ray.get(call)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, Unavailable | OSError):
+                raise error.cause from error
+            return owed.failed(self.run, debt, Failure(why_ended(error))), False
+        except ray.exceptions.RayError as error:
+            self._dismiss()
+            if getattr(error, "actor_init_failed", False):
+                return owed.failed(self.run, debt, Failure(why_not_made(error))), False
+            if (why := why_ended(error)) in (NODE_DIED, UNREACHED):
+                return "", False
+            return owed.failed(self.run, debt, Failure(why, died=True)), False
+        return said, done
+
+    def _start(self) -> Any:
+        node = cluster.freest(self.nodes())
+        return (
+            ray.remote(cluster.titled(Errand, f"{self.job.name}/errand"))
+            .options(num_cpus=0, max_restarts=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            .remote(self.job, self.code)
+        )
+
+    def _dismiss(self) -> None:
+        """Ends the actor, if there is one."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            ray.kill(actor, no_restart=True)
+
+
+def _stops(inbox: Inbox) -> bool:
+    """Takes all that has come, and returns whether somebody asks for a stop."""
+    return any([isinstance(event, StopRequested) for event, _ in iter(lambda: inbox.take(0.0), None)])

@@ -1,0 +1,38 @@
+"""The command ``elastic owed``: lists what a run owes for its checkpoints, or does it in this process, also while the run lives."""
+
+from __future__ import annotations
+
+from rich.table import Column, Table
+
+from actors.terminal import console, say
+from elastic import owed as debts_of
+from elastic.job import Job
+from elastic.runs import Run
+
+
+def owed(job: Job, pay: bool) -> int:
+    """Lists what the run owes by the settings of ``job``.  With ``pay`` it does that first, also what was given up.
+
+    Returns 1 if something was given up.  Raises :class:`~elastic.errors.JobError` if there is no such run.
+    """
+    run = Run.begun(job)
+    its = run.job.replace(export=job.export, samples=job.samples, checkpoint=job.checkpoint)
+    run = Run(its.with_objects({setting: each for setting, each in job.objects().items() if each in its.code()}), run.store)
+    if pay:
+        from elastic.train.errands import pay as do
+
+        for debt in debts_of.debts(run, its):
+            if said := do(run, run.job, debt)[0]:
+                say(said)
+    found = debts_of.debts(run, its)
+    if not found:
+        asked = debts_of.kinds(job)
+        say(f"{job.name} owes nothing" if asked else f"{job.name} owes nothing: export.every and samples.every are 0")
+        return 0
+    table = Table("step", "generation", "what", "attempts that failed", Column("last failure", overflow="fold"), "state")
+    for debt in found:
+        why = debt.failures[-1].why if debt.failures else ""
+        row = (str(debt.version.step), str(debt.version.generation), debt.kind, str(len(debt.failures)), why)
+        table.add_row(*row, "given up" if debt.given_up else "owed")
+    console.print(table)
+    return int(any(debt.given_up for debt in found))

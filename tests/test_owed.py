@@ -1,0 +1,218 @@
+"""The debts of a run follow from its bucket: which there are, what settles them, and which checkpoints they keep."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors import checkpoint_commands, owed_command
+from elastic import branches, forks, owed
+from elastic.errors import JobError
+from elastic.forks import Origin
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.owed import DEATHS, Debt, Failure
+from elastic.plan.layout import Layout
+from elastic.protocol.actions import Retain
+from elastic.protocol.lineage import Lineage, extended
+from elastic.retention import collect
+from elastic.runs import Run
+from elastic.train.errands import pay
+from storage.objects import ObjectStore
+from tests.storage.states import TENSORS, state_of, write
+from tests.support.stores import Forwarding
+from tests.support.toys import toy_job
+
+STATE = state_of(TENSORS[:2], seed=1)
+_numbers = itertools.count()
+
+
+def run_of(bucket: Path | str = "", name: str = "toy", **settings: Any) -> Run:
+    settings = {"steps": 40, "checkpoint": {"save_every": 2}, "export": {"every": 10}} | settings
+    return Run.open(toy_job(bucket or f"memory://owed-{next(_numbers)}", name=name, **settings))
+
+
+def save(run: Run, step: int, generation: int = 1, lineage: Lineage = ()) -> Version:
+    version = Version(step, generation)
+    run.commit(version, write(run.checkpoints, version, STATE, 1), lineage or ((generation, step),), Layout())
+    return version
+
+
+def listed(run: Run, job: Job | None = None) -> list[str]:
+    return [f"{debt.kind} {debt.version.step}" for debt in owed.debts(run, job or run.job)]
+
+
+def paid(run: Run, *steps: int) -> None:
+    for debt in owed.debts(run, run.job):
+        if debt.version.step in steps:
+            assert pay(run, run.job, debt)[1]
+
+
+def test_a_checkpoint_owes_at_or_after_each_multiple_and_at_the_last_step() -> None:
+    run = run_of(steps=25)
+    for step in (8, 10, 12, 21, 24):  # a save may be late: 21 stands for 20
+        save(run, step)
+    assert listed(run) == ["export 10", "export 21"]
+    save(run, 25)
+    assert listed(run) == ["export 10", "export 21", "export 25"]
+    both = run.job.replace(samples={"every": 20, "prompts": ["a"]})
+    assert listed(run, both) == ["export 10", "export 21", "samples 21", "export 25", "samples 25"]
+    assert listed(run, run.job.replace(export={"every": 0})) == [], "the control: a job that asks for nothing"
+
+
+def test_what_is_settled_is_not_owed_by_a_later_checkpoint_when_it_is_deleted() -> None:
+    run = run_of()
+    for step in (10, 12, 14):
+        save(run, step)
+    paid(run, 10)
+    assert listed(run) == []
+    run.checkpoints.mark(Version(10, 1), "a test")
+    run.checkpoints.remove(Version(10, 1))
+    assert listed(run) == []
+    run.checkpoints.quarantine(save(run, 20), "a test")
+    assert listed(run) == []
+    save(run, 22)
+    assert listed(run) == ["export 22"], "a damaged one owes nothing, and the next one takes its place"
+
+
+def test_only_one_of_two_that_do_the_same_notes_it_and_the_bytes_are_the_same() -> None:
+    run = run_of()
+    save(run, 10)
+    (debt,) = owed.debts(run, run.job)
+    first, second = (pay(run, run.job, debt) for _ in range(2))
+    assert first[1] and second == ("", True) and first[0].startswith("export of step 10: ")
+    assert [*map(owed.sentence, (owed.debts(run, run.job),))] == [""]
+
+
+def test_a_branch_and_a_fork_owe_nothing_for_what_they_left_behind() -> None:
+    run = run_of()
+    for step in (10, 20, 30):
+        save(run, step)
+    paid(run, 10)
+    job = run.job.replace(steps=50)
+    branches.begin(run.store, job, run.job, Version(10, 1), 0.0, until=1)
+    again = Run(job, run.store)
+    assert listed(run) == [] == listed(again), "20 and 30 are abandoned"
+    line = extended(((1, 10),), Version(20, 2))
+    save(again, 20, 2, line)
+    assert [debt.version for debt in owed.debts(again, job)] == [Version(20, 2)]
+    fork = job.replace(name="fork", export={"every": 8})
+    forks.begin(run.store, fork, Origin("toy", Version(20, 2)), {})
+    forked = Run.look(fork)
+    save(forked, 22, 3, extended(line, Version(22, 3)))
+    assert listed(forked) == [], "the multiple before, 16, was its origin's"
+    save(forked, 24, 3, extended(line, Version(24, 3)))
+    assert listed(forked) == ["export 24"]
+
+
+def test_what_fails_is_counted_and_given_up_aloud(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Deaths count less than errors.  The command lists it, and does it after all."""
+    run = run_of(tmp_path)
+    save(run, 10)
+    (debt,) = owed.debts(run, run.job)
+    said = [owed.failed(run, debt, Failure("its process died", died=True)) for _ in range(DEATHS - 3)]
+    said += [owed.failed(run, debt, Failure("no such thing")) for _ in range(2)]
+    assert {text.rpartition("; ")[2] for text in said} == {"again soon"} and not owed.debts(run, run.job)[0].given_up
+    assert owed_command.owed(run.job, pay=False) == 0 and "owed" in capsys.readouterr().out
+    assert "given up after 10 attempts" in owed.failed(run, debt, Failure("no such thing"))
+    (given_up,) = owed.debts(run, run.job)
+    assert given_up.given_up and owed.sentence([given_up]) == "given up: export of step 10 (no such thing)"
+    assert owed.needed(run, run.job, ((1, 10),)) == frozenset()
+    assert owed_command.owed(run.job, pay=False) == 1 and "given up" in capsys.readouterr().out
+    assert owed_command.owed(run.job, pay=True) == 0
+    assert "export of step 10: " in (out := capsys.readouterr().out) and "owes nothing" in out
+
+
+def test_ten_deaths_give_it_up_too() -> None:
+    run = run_of()
+    save(run, 10)
+    (debt,) = owed.debts(run, run.job)
+    for _ in range(DEATHS - 1):
+        owed.failed(run, debt, Failure("its process died", died=True))
+    assert not owed.debts(run, run.job)[0].given_up
+    owed.failed(run, debt, Failure("its process died", died=True))
+    assert owed.debts(run, run.job)[0].given_up
+
+
+def rounds(run: Run, claim: int, step: int) -> list[int]:
+    for _ in range(2):
+        collect(run, run.job.keep(), Retain((Version(step, 1),), ((1, step),), None, ()), claim)
+    return [each.version.step for each in run.checkpoints.versions() if each.good]
+
+
+def test_l7_what_owes_something_is_kept_until_it_is_done_or_given_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """L7: the rounds of a coordinator, and the command that deletes, which gets the settings from the job file.  The control: no export."""
+    run = run_of(tmp_path, checkpoint={"save_every": 2, "keep_last": 2})
+    claim = run.claim("local")
+    for step in range(2, 30, 2):
+        save(run, step)
+    assert rounds(run, claim, 28) == [10, 20, 26, 28]
+    assert checkpoint_commands.ls(run.job) == 0 and capsys.readouterr().out.count("owed") == 2
+    assert checkpoint_commands.gc(run.job, dry=False, force=True) == 0 and rounds(run, claim, 28) == [10, 20, 26, 28]
+    paid(run, 10)
+    for _ in range(3):
+        owed.failed(run, Debt(Version(20, 1), "export"), Failure("no such thing"))
+    assert rounds(run, claim, 28) == [26, 28]
+    assert listed(run) == ["export 20"], "what was given up is still listed"
+    control = run_of(checkpoint={"save_every": 2, "keep_last": 2}, export={"every": 0})
+    for step in range(2, 30, 2):
+        save(control, step)
+    assert rounds(control, control.claim("local"), 28) == [26, 28]
+
+
+def test_an_export_has_the_bytes_of_the_command(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "bucket")
+    save(run, 10)
+    (debt,) = owed.debts(run, run.job)
+    pay(run, run.job, debt)
+    assert checkpoint_commands.export(run.job, 10, tmp_path / "by-hand") == 0
+    found = owed.result(run, debt)
+    there, expected = run.store.get(found["place"]), (tmp_path / "by-hand" / "model.safetensors").read_bytes()
+    assert there == expected and (found["bytes"], found["place"]) == (len(there), "toy/exports/000000000010/g1/model.safetensors")
+
+
+def test_an_export_that_somebody_else_has_written_counts_if_it_has_the_same_bytes() -> None:
+    """A process dies between the export and its note.  The control: other bytes in its place are an error, and stay."""
+    run = run_of()
+    for step in (10, 20):
+        save(run, step)
+    first, second = owed.debts(run, run.job)
+    run.checkpoints.export_model(Version(10, 1), "toy/exports/000000000010/g1/model.safetensors")
+    run.store.put("toy/exports/000000000020/g1/model.safetensors", b"something else")
+    assert pay(run, run.job, first)[1]
+    said, done = pay(run, run.job, second)
+    assert not done and "export of step 20 failed" in said and listed(run) == ["export 20"]
+
+
+def test_a_job_that_asks_for_nothing_reads_nothing() -> None:
+    class Deaf(Forwarding):
+        def list(self, prefix: str = "") -> list[str]:
+            raise AssertionError(prefix)
+
+        children = get = size = list  # type: ignore[assignment]
+
+    run = run_of(export={"every": 0})
+    assert owed.debts(Run(run.job, run.store), run.job) == []
+    deaf = Run(run.job, run.store)
+    deaf.store = Deaf(ObjectStore.open(run.job.bucket))
+    assert owed.debts(deaf, run.job) == [] and owed.needed(deaf, run.job, ()) == frozenset()
+    with pytest.raises(AssertionError):
+        owed.debts(deaf, run.job.replace(export={"every": 10}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"export": {"every": 25}}, "export.every = 25 is not a multiple of checkpoint.save_every = 10, .* the nearest are 20 and 30"),
+        ({"samples": {"every": 5, "prompts": ["a"]}}, "samples.every = 5 is not a multiple .* the nearest is 10"),
+        ({"samples": {"every": 10}}, "samples.every = 10 without samples.prompts"),
+        ({"samples": {"prompts": ["a"]}}, r"samples.prompts = \('a',\) has no effect without samples.every"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        toy_job("/bucket", checkpoint={"save_every": 10}, **settings)
+    assert toy_job("/bucket", checkpoint={"save_every": 10}, export={"every": 20}, samples={"every": 10, "prompts": ["a"]})

@@ -23,7 +23,7 @@ from actors.ends import NODE_DIED, UNREACHED, why_ended, why_not_made
 from actors.processes import end_on_sigterm
 from elastic import owed, retention
 from elastic.control.inbox import Inbox
-from elastic.ids import NodeId
+from elastic.control.run import RunState
 from elastic.job import Job
 from elastic.owed import Debt, Failure
 from elastic.protocol.events import StopRequested
@@ -69,13 +69,11 @@ class Errand:
 class Errands:
     """Looks for debts and has them paid, for a coordinator.  For a job that asks for nothing it does nothing.
 
-    ``nodes`` returns the approved nodes, and ``tell`` adds a sentence to the run's story.
+    ``known`` returns what the coordinator knows of the run, and ``tell`` adds a sentence to the run's story.
     """
 
-    def __init__(
-        self, job: Job, run: Run, claim: int, code: UsersCode, nodes: Callable[[], tuple[NodeId, ...]], tell: Callable[[str], None]
-    ) -> None:
-        self.job, self.code, self.nodes, self.tell = job, code, nodes, tell
+    def __init__(self, job: Job, run: Run, claim: int, code: UsersCode, known: Callable[[], RunState], tell: Callable[[str], None]) -> None:
+        self.job, self.code, self.known, self.tell = job, code, known, tell
         self.run, self.claim = Run(job, run.store), claim
         self.owed = ""
         """A sentence about the debts that are open or were given up; "" if there are none."""
@@ -171,7 +169,7 @@ class Errands:
         return done
 
     def _look(self) -> None:
-        found = owed.debts(self.run, self.job)
+        found = owed.debts(self.run, self.job, self.known().history.lineage)
         self._open, self.owed = [debt for debt in found if not debt.given_up], owed.sentence(found)
 
     def _pay(self, debt: Debt) -> tuple[str, bool]:
@@ -194,13 +192,13 @@ class Errands:
             self._dismiss()
             if getattr(error, "actor_init_failed", False):
                 return owed.failed(self.run, debt, Failure(why_not_made(error))), False
-            if (why := why_ended(error)) in (NODE_DIED, UNREACHED):
+            if (why := why_ended(error)) in (NODE_DIED, UNREACHED) or isinstance(error, ray.exceptions.ActorUnschedulableError):
                 return "", False
             return owed.failed(self.run, debt, Failure(why, died=True)), False
         return said, done
 
     def _start(self) -> Any:
-        node = cluster.freest(self.nodes())
+        node = cluster.freest(self.known().cluster.keepers)
         return (
             ray.remote(cluster.titled(Errand, f"{self.job.name}/errand"))
             .options(num_cpus=0, max_restarts=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))

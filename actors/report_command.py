@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from actors.terminal import say
-from elastic import branches, retention
+from elastic import branches, owed, retention
 from elastic.errors import JobError
+from elastic.ids import Version
 from elastic.job import Job
 from elastic.metrics import origin_rows, rows_of
+from elastic.owed import Debt
 from elastic.plan.retention import Keep
 from elastic.report.page import page_of
 from elastic.report.page.model import Branch, Checkpoint, Facts
@@ -44,15 +46,16 @@ def report(job: Job, to: Path | None, png: Path | None) -> int:
         draw = _drawing()
     from elastic.report.page.html import html_of
 
-    page = page_of(facts_of(Run.begun(job), job.keep(), time.time()))
+    run = Run.begun(job)
+    page = page_of(facts_of(run, job.keep(), time.time(), owed.debts(run, job)))
     _write(to, "--to", html_of(page).encode())
     if png is not None:
         _write(png, "--png", draw(page))
     return 0
 
 
-def facts_of(run: Run, keep: Keep, now: float) -> Facts:
-    """Returns what the bucket holds of the run; ``keep`` has the rules that keep checkpoints."""
+def facts_of(run: Run, keep: Keep, now: float, debts: Sequence[Debt] = ()) -> Facts:
+    """Returns what the bucket holds of the run; ``keep`` has the rules that keep checkpoints, and ``debts`` is what it owes for them."""
     job, owner, end = run.job, run.owner(), run.end()
     every = branches.every(run.store, job.name)
     settings = branches.flat(branches.stored(run.store, job.name) or {})
@@ -63,7 +66,8 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
         settings={name: HIDDEN if SECRET.search(name) else _text(value) for name, value in settings.items()},
         columns=Columns(chain(({name: row[name] for name in LEARNT if name in row} for row in origin_rows(run)), rows_of(run))),
         timeline=Timeline().read(journal.objects(run.store, job.name)),
-        checkpoints=_checkpoints(run, keep, now),
+        checkpoints=_checkpoints(run, keep, now, {debt.version for debt in debts if not debt.given_up}),
+        owed=owed.sentence(debts),
         branches=[_branch(each) for each in every],
         end="" if end is None else type(end).__name__,
         local=owner is not None and owner["address"] == LOCAL,
@@ -71,9 +75,9 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
     )
 
 
-def _checkpoints(run: Run, keep: Keep, now: float) -> list[Checkpoint]:
+def _checkpoints(run: Run, keep: Keep, now: float, owing: Collection[Version]) -> list[Checkpoint]:
     listed, asked = run.checkpoints.versions(), retention.as_it_stands(run)
-    newest, kept = max(asked.saved, default=None), retention.judge(run, keep, asked, listed, now).kept
+    newest, kept = max(asked.saved, default=None), retention.judge(run, keep, asked, listed, now, owing).kept
     found = []
     for each in listed:
         files = each.manifest.files if each.manifest else ()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from actors import checkpoint_commands, owed_command
+from actors.report_command import report
+from actors.run_commands import Absent
 from elastic import branches, forks, owed
 from elastic.errors import JobError
 from elastic.forks import Origin
@@ -22,6 +24,7 @@ from elastic.retention import collect
 from elastic.runs import Run
 from elastic.train.errands import pay
 from storage.objects import ObjectStore
+from storage.objects.port import PARTIAL
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
@@ -126,6 +129,26 @@ def test_what_fails_is_counted_and_given_up_aloud(capsys: pytest.CaptureFixture[
     assert "export of step 10: " in (out := capsys.readouterr().out) and "owes nothing" in out
 
 
+def test_status_and_the_page_list_what_is_owed_and_what_was_given_up(tmp_path: Path) -> None:
+    """The control: the same run by a job that asks for nothing."""
+    run = run_of(tmp_path / "bucket")
+    for step in (10, 20):
+        save(run, step)
+    for _ in range(3):
+        owed.failed(run, Debt(Version(10, 1), "export"), Failure("no such thing"))
+    run.claim("local")
+    told = "owed: export of step 20; given up: export of step 10 (no such thing)"
+    assert told in Absent.of(run.job).said
+    without = run.job.replace(export={})
+    assert "owed" not in Absent.of(without).said
+    pages = []
+    for number, job in enumerate((run.job, without)):
+        assert report(job, tmp_path / f"{number}.html", None) == 0
+        pages.append((tmp_path / f"{number}.html").read_text())
+    assert f"Exports and samples: {told}." in pages[0] and pages[0].count("an export or samples are owed") == 1
+    assert "Exports and samples" not in pages[1] and "samples are owed" not in pages[1]
+
+
 def test_ten_deaths_give_it_up_too() -> None:
     run = run_of()
     save(run, 10)
@@ -167,9 +190,13 @@ def test_an_export_has_the_bytes_of_the_command(tmp_path: Path) -> None:
     run = run_of(tmp_path / "bucket")
     save(run, 10)
     (debt,) = owed.debts(run, run.job)
+    folder = tmp_path / "bucket" / "toy" / "exports" / "000000000010" / "g1"
+    folder.mkdir(parents=True)
+    (folder / f"{PARTIAL}1234").write_bytes(b"of a process that died")
     pay(run, run.job, debt)
     assert checkpoint_commands.export(run.job, 10, tmp_path / "by-hand") == 0
     found = owed.result(run, debt)
+    assert [path.name for path in (tmp_path / "bucket" / "toy" / "exports").rglob("*.*")] == ["model.safetensors"], "a part is cleared"
     there, expected = run.store.get(found["place"]), (tmp_path / "by-hand" / "model.safetensors").read_bytes()
     assert there == expected and (found["bytes"], found["place"]) == (len(there), "toy/exports/000000000010/g1/model.safetensors")
 

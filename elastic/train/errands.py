@@ -49,6 +49,7 @@ def export(run: Run, job: Job, version: Version) -> tuple[dict[str, Any], str]:
     """Writes the weights as one safetensors file into the bucket, with the bytes of model.safetensors of `elastic checkpoint export`."""
     key = f"{job.name}/exports/{version.step:012d}/g{version.generation}/model.safetensors"
     file = run.checkpoints.export_model(version, key)
+    run.store.tidy(f"{key.rpartition('/')[0]}/")  # what processes that died have left; one that lives tries again, and finds the export
     place = run.store.full_name(key)
     return {"place": key, "bytes": file.size, "digest": file.blake3}, f"{file.size:,} bytes in {place}"
 

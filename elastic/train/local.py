@@ -174,7 +174,7 @@ class _Local:
                 harmed = not member.held
             if harmed:
                 return "Stopped", f"{asked} in the middle of an update; the last save counts", self.step
-            self._save(state)
+            self._save(state, stops=True)
             return "Stopped", f"{asked}; saved at step {self.step}", self.step
         finally:
             self.profiler.finish()
@@ -248,7 +248,8 @@ class _Local:
         for each in warnings:
             self.show_sentence(each)
 
-    def _save(self, state: State) -> None:
+    def _save(self, state: State, *, stops: bool = False) -> None:
+        """Saves the state, and does what is owed, unless the run ``stops``: then it does that when it goes on."""
         version = state.shard.version
         if (latest := self.run.latest_claim()) != self.incarnation:
             raise PlatformGaveUp(
@@ -264,7 +265,8 @@ class _Local:
         self.rows.clear()
         self.run.commit(version, [receipt], self.lineage, self.world.layout)
         self.sinks.hand_on(self.lineage)
-        self._pay()
+        if not stops:
+            self._pay()
         if self.session.job.checkpoint.keep_last:
             self.retention.round(Retain((version,), self.lineage, None, (self.plan.version,)))
 

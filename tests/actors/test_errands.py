@@ -230,7 +230,8 @@ def test_ctrl_c_leaves_what_is_owed_for_later(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_job_that_asks_for_nothing_has_no_process_and_no_thread() -> None:
     job = toy_job("memory://nothing")
-    idle = Errands(job, Run.open(job), 1, UsersCode([]), tuple, print)
+    run = Run.open(job)
+    idle = Errands(job, run, 1, UsersCode([]), lambda: run.standing(0, 0.0), print)
     idle.begin()
     idle.look()
     assert not [thread for thread in threading.enumerate() if thread.name == "errands"]

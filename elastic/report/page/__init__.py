@@ -102,4 +102,6 @@ def _notes(facts: Facts) -> list[str]:
     open_steps = sum(value == 0 for value in facts.columns["final"])
     if open_steps:
         notes.append(f"{counted(open_steps, 'step')} after the newest checkpoint may still be done again.")
+    if facts.owed:
+        notes.append(f"Exports and samples: {facts.owed}.")
     return notes

@@ -50,6 +50,8 @@ class Facts:
     """The way in which the run ended, as the bucket says: Finished, Stopped or Failed; "" if it has not ended, or nobody knows."""
     local: bool = False
     """True if one process trained it last, with ``--local``."""
+    owed: str = ""
+    """The exports and samples that are owed or were given up, in words; "" if there are none."""
     read_at: float = 0.0
 
     @property

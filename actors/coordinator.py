@@ -191,7 +191,8 @@ class Coordinator:
                 self.job, self.run, self.token, self.incarnation, context.current_actor, self.code, self.secret, self.post_local
             )
             self.group.tell = self._say
-            self.errands = Errands(self.job, self.run, self.incarnation, self.code, lambda: self.state, self._say)
+            said, order = (self._say, self.post_local), self.group.evaluate
+            self.errands = Errands(self.job, self.run, self.incarnation, self.code, lambda: self.state, *said, order)
             self.group.saved = self.errands.look
         except (Unavailable, OSError):
             if not context.was_current_actor_reconstructed or time.monotonic() > deadline:

@@ -23,10 +23,11 @@ from actors.ends import NODE_DIED, UNREACHED, why_ended, why_not_made
 from actors.processes import end_on_sigterm
 from elastic import owed, retention
 from elastic.control.inbox import Inbox
-from elastic.control.run import RunState
+from elastic.control.run import Running, RunState
+from elastic.ids import Version, WorkerId
 from elastic.job import Job
 from elastic.owed import Debt, Failure
-from elastic.protocol.events import StopRequested
+from elastic.protocol.events import Evaluated, Event, StopRequested
 from elastic.retention import Retention
 from elastic.runs import Run
 from elastic.threads import keep_going
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 """Seconds from one look at the actor, or at what is asked of the thread, to the next."""
+LOOK_S = 0.5
+"""Seconds from one look for the result of a spare worker, which is in the bucket, to the next."""
 FIRST_S, LONGEST_S = 0.5, 60.0
 """Seconds from a failure to the next attempt: they double with each failure in a row."""
 HANGS_S = 3600.0
@@ -69,12 +72,24 @@ class Errand:
 class Errands:
     """Looks for debts and has them paid, for a coordinator.  For a job that asks for nothing it does nothing.
 
-    ``known`` returns what the coordinator knows of the run, and ``tell`` adds a sentence to the run's story.
+    ``known`` returns what the coordinator knows of the run, ``tell`` adds a sentence to the run's story, ``post`` puts an event into the
+    coordinator's inbox, and ``order`` orders a spare worker to validate a checkpoint.
     """
 
-    def __init__(self, job: Job, run: Run, claim: int, code: UsersCode, known: Callable[[], RunState], tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        run: Run,
+        claim: int,
+        code: UsersCode,
+        known: Callable[[], RunState],
+        tell: Callable[[str], None],
+        post: Callable[[Event], None],
+        order: Callable[[WorkerId, Version], None],
+    ) -> None:
         self.job, self.code, self.known, self.tell = job, code, known, tell
         self.run, self.claim = Run(job, run.store), claim
+        self.post, self.order = post, order
         self.owed = ""
         """A sentence about the debts that are open or were given up; "" if there are none."""
         self._open: list[Debt] = []
@@ -141,6 +156,7 @@ class Errands:
     def _work(self) -> None:
         """Works off all that is owed whenever it is to look, and pauses after a failure."""
         self._wanted.set()
+        self._tell_again()
         while not self._closing.is_set():
             self._wanted.wait()
             self._wanted.clear()
@@ -157,10 +173,11 @@ class Errands:
         """Takes the oldest debt, of those that have failed the least.  Returns whether that succeeded, or None if nothing is owed."""
         try:
             self._look()
-            if not self._open:
+            spare = self._spare()
+            if not (able := [debt for debt in self._open if spare is not None or debt.kind != owed.VALIDATION]):
                 return None
-            debt = min(self._open, key=lambda each: (len(each.failures), each))
-            said, done = self._pay(debt)
+            debt = min(able, key=lambda each: (len(each.failures), each))
+            said, done = self._validate(debt, spare) if debt.kind == owed.VALIDATION and spare is not None else self._pay(debt)
         except (Unavailable, OSError):  # the bucket does not answer
             return False
         if said:
@@ -196,6 +213,43 @@ class Errands:
                 return "", False
             return owed.failed(self.run, debt, Failure(why, died=True)), False
         return said, done
+
+    def _spare(self) -> WorkerId | None:
+        """Returns a worker of the members' kind that is none itself, while a world steps; None without one."""
+        known = self.known()
+        if not isinstance(known.state, Running):
+            return None
+        members = known.state.plan.ranks
+        kinds = {worker.kind for name, worker in known.workers.items() if name in members}
+        fits = (name for name, worker in known.workers.items() if name not in members and not worker.unfit and worker.kind in kinds)
+        return next(fits, None)
+
+    def _validate(self, debt: Debt, spare: WorkerId) -> tuple[str, bool]:
+        """Lets a spare worker validate the checkpoint.  If it gets a seat meanwhile, or is lost, the debt stays."""
+        failures, until = len(debt.failures), time.monotonic() + HANGS_S
+        self.order(spare, debt.version)
+        while not self._closing.wait(LOOK_S) and self._is_free(spare):
+            done, failed = owed.stands(self.run, debt)
+            if done:
+                self.post(Evaluated(debt.version, owed.found(owed.result(self.run, debt))))
+                return "", True
+            if failed > failures:
+                return f"{debt} failed on {spare}; its log says why", False
+            if time.monotonic() > until:
+                return owed.failed(self.run, debt, Failure(f"it was not done in {HANGS_S:g} s", died=True)), False
+        return "", False
+
+    def _is_free(self, worker: WorkerId) -> bool:
+        """Returns whether the worker is there, and no member of a world."""
+        known = self.known()
+        return worker in known.workers and (known.plan is None or worker not in known.plan.ranks)
+
+    def _tell_again(self) -> None:
+        """Posts the validations that no journal may know: an earlier coordinator may have died before it heard of them."""
+        history = self.known().history
+        for debt in owed.done(self.run, owed.VALIDATION, history.lineage) if owed.VALIDATION in owed.kinds(self.job) else ():
+            if history.validated is None or debt.version > history.validated.version:
+                self.post(Evaluated(debt.version, owed.found(owed.result(self.run, debt))))
 
     def _start(self) -> Any:
         node = cluster.freest(self.known().cluster.keepers)

@@ -16,13 +16,17 @@ def owed(job: Job, pay: bool) -> int:
     Returns 1 if something was given up.  Raises :class:`~elastic.errors.JobError` if there is no such run.
     """
     run = Run.begun(job)
-    its = run.job.replace(export=job.export, samples=job.samples, checkpoint=job.checkpoint)
+    free = {name: getattr(job, name) for name in ("export", "samples", "checkpoint", "validation", "workers")}
+    its = run.job.replace(**free)
     run = Run(its.with_objects({setting: each for setting, each in job.objects().items() if each in its.code()}), run.store)
     if pay:
         from elastic.train.errands import pay as do
+        from elastic.train.revisit import evaluate_here
 
         for debt in debts_of.debts(run, its):
-            if said := do(run, run.job, debt)[0]:
+            if debt.kind == debts_of.VALIDATION:
+                debts_of.note_done(run, debt, debts_of.validated(evaluate_here(job, debt.version.step)[1]))
+            elif said := do(run, run.job, debt)[0]:
                 say(said)
     found = debts_of.debts(run, its)
     if not found:

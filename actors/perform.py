@@ -306,6 +306,10 @@ class Group:
         keeper.examine.remote(self.incarnation, worker).future().add_done_callback(done)
         _later(EXAMINE_S + 1, partial(self._kill, worker))
 
+    def evaluate(self, worker: WorkerId, version: Version) -> None:
+        """Orders a spare worker to validate a checkpoint.  Any thread may call it."""
+        self.orders.send((worker,), "evaluate", version)
+
     def _upload(self, node: NodeId, number: int, saves: tuple[Save, ...], generation: int, version: Version) -> None:
         """Tells the keeper of ``node`` its saves, again and again while it cannot be reached: perhaps no later call says the same.
 

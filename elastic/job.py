@@ -337,7 +337,9 @@ class Job(Part):
         return [size for size in range(1, common + 1) if not common % size and size <= max(most, 1)]
 
     def validates(self, step: int) -> bool:
-        """Returns whether the state after ``step`` is validated."""
+        """Returns whether the members validate the state after ``step``."""
+        if self.validation.by == "spares":
+            return self.validation.every > 0 and step == self.steps
         return self.validation.every > 0 and due(step, self.validation.every, self.steps)
 
     @property

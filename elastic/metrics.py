@@ -195,6 +195,8 @@ class Following:
         rows = [row for row in self.rows.surviving() if row["step"] > stored]
         if rows and rows[-1]["step"] <= until and self._owes(rows[-1]):
             until = int(rows[-1]["step"]) - 1
+        if self.run.job.validation.by == "spares":
+            until = min([until, *(int(row["step"]) - 1 for row in rows if self._awaits_a_spare(row))])
         final = [row for row in rows if row["step"] <= until]
         if not final:
             return
@@ -208,6 +210,11 @@ class Following:
     def _owes(self, row: Row) -> bool:
         """Returns whether a validation of the step may still be told: by the commit of the next one."""
         return self.run.job.validates(int(row["step"])) and "validation_loss" not in row
+
+    def _awaits_a_spare(self, row: Row) -> bool:
+        """Returns whether a spare worker may still validate the step.  That is waited for until the next two are due."""
+        every, step = self.run.job.validation.every, int(row["step"])
+        return every > 0 and not step % every and "validation_loss" not in row and step > self.rows.saved - 2 * every
 
 
 class Sinks:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elastic.ids import Version
+from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, contains
 from storage.documents import seal, unseal
 from storage.errors import Exists
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from elastic.job import Job
     from elastic.runs import Run
 
-EXPORT, SAMPLES = KINDS = ("export", "samples")
+EXPORT, SAMPLES, VALIDATION = "export", "samples", "validation"
 """The kinds of debts.  Each is also the section of the job that says how often it is due."""
 FORMAT = 1
 ATTEMPTS = 3
@@ -66,7 +67,8 @@ class Debt:
 
 def kinds(job: Job) -> dict[str, int]:
     """Returns the kinds that the job asks for, each with the number of steps from one to the next."""
-    asked = {EXPORT: job.export.every, SAMPLES: job.samples.every}
+    by_spares = job.validation.every if job.validation.by == "spares" else 0
+    asked = {EXPORT: job.export.every, SAMPLES: job.samples.every, VALIDATION: by_spares}
     return {kind: every for kind, every in asked.items() if every}
 
 
@@ -84,7 +86,8 @@ def debts(run: Run, job: Job, lineage: Lineage | None = None) -> list[Debt]:
         done, failed = _noted(run, kind, lineage)
         given_up = [debt for debt in failed.values() if debt.given_up]
         settled = {*done, *(debt.version for debt in given_up)}
-        due = {*known.firsts(every, {version.step // every for version in settled}), *known.at(job.steps)}
+        due, last = {*known.firsts(every, {version.step // every for version in settled})}, {*known.at(job.steps)}
+        due = due - last if kind == VALIDATION else due | last  # the members validate the last one
         found += [failed.get(version, Debt(version, kind)) for version in due - settled] + given_up
     return sorted(found)
 
@@ -126,6 +129,27 @@ def _note_failure(run: Run, debt: Debt, failure: Failure) -> Debt:
         except Exists:  # of another process, which tries it too
             continue
         return _with_failures(run, debt)
+
+
+def validated(found: Validated) -> dict[str, Any]:
+    """Returns the document of a validation, from which :func:`found` has its bits."""
+    return {"loss": float(found.loss).hex(), "count": found.count, "mean": found.mean}
+
+
+def found(about: Mapping[str, Any]) -> Validated:
+    """Returns the validation of a document."""
+    return Validated(float.fromhex(about["loss"]), about["count"])
+
+
+def stands(run: Run, debt: Debt) -> tuple[bool, int]:
+    """Returns whether it is done, and how many attempts have failed."""
+    keys = run.store.list(f"{_folder(run, debt)}/")
+    return any(key.endswith("done.json") for key in keys), sum("/failed/" in key for key in keys)
+
+
+def done(run: Run, kind: str, lineage: Lineage) -> list[Debt]:
+    """Returns what is done of a kind, oldest first."""
+    return sorted(Debt(version, kind) for version in _noted(run, kind, lineage)[0])
 
 
 def sentence(owed: Iterable[Debt]) -> str:

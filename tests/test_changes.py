@@ -62,6 +62,7 @@ OTHER: dict[str, Any] = {
     "validation.dataset": "a.b:V",
     "validation.args": {"path": "/moved"},
     "validation.every": 6,
+    "validation.by": "spares",
     "validation.samples": 8,
     "export.every": 100,
     "samples.every": 100,
@@ -160,6 +161,7 @@ WITH: dict[str, dict[str, Any]] = {
     **{f"samples.{name}": {"samples.every": 50, "samples.prompts": ("a",)} for name in Samples.model_fields},
     "checkpoint.keep_every": {"checkpoint.keep_last": 3},
     "checkpoint.keep_younger": {"checkpoint.keep_last": 3},
+    "validation.by": {"workers.spares": 1, "validation.every": 50},
     "checkpoint.keep_best": {"checkpoint.keep_last": 3, "validation.every": 50},
     **{f"batch_ramp.{name}": {"batch_ramp": {"start": 16, "increment": 16, "samples": 100}} for name in ("start", "increment", "samples")},
 }

@@ -19,6 +19,7 @@ from elastic.job import Job
 from elastic.owed import DEATHS, Debt, Failure
 from elastic.plan.layout import Layout
 from elastic.protocol.actions import Retain
+from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, extended
 from elastic.retention import collect
 from elastic.runs import Run
@@ -64,6 +65,23 @@ def test_a_checkpoint_owes_at_or_after_each_multiple_and_at_the_last_step() -> N
     both = run.job.replace(samples={"every": 20, "prompts": ["a"]})
     assert listed(run, both) == ["export 10", "export 21", "samples 21", "export 25", "samples 25"]
     assert listed(run, run.job.replace(export={"every": 0})) == [], "the control: a job that asks for nothing"
+
+
+def test_spares_owe_validations_but_that_of_the_last_step() -> None:
+    """The members measure the state after the last step; the control are members that measure all."""
+    run = run_of(steps=20, export={}, validation={"every": 10, "by": "spares"}, workers={"spares": 1})
+    for step in (8, 12, 20):
+        save(run, step)
+    assert listed(run) == ["validation 12"] and [run.job.validates(step) for step in (10, 12, 20)] == [False, False, True]
+    (debt,) = owed.debts(run, run.job)
+    assert owed.stands(run, debt) == (False, 0) and owed.done(run, owed.VALIDATION, ((1, 20),)) == []
+    owed.failed(run, debt, Failure("no such thing"))
+    assert owed.stands(run, debt) == (False, 1)
+    assert owed.note_done(run, debt, owed.validated(Validated(0.1, 3))) and not owed.note_done(run, debt, {})
+    assert owed.stands(run, debt) == (True, 1) and listed(run) == [] and owed.done(run, owed.VALIDATION, ((1, 20),)) == [debt]
+    assert owed.found(owed.result(run, debt)) == Validated(0.1, 3)
+    control = run.job.replace(validation={"every": 10})
+    assert listed(run, control) == [] and [control.validates(step) for step in (10, 12, 20)] == [True, False, True]
 
 
 def test_what_is_settled_is_not_owed_by_a_later_checkpoint_when_it_is_deleted() -> None:
@@ -236,6 +254,8 @@ def test_a_job_that_asks_for_nothing_reads_nothing() -> None:
         ({"export": {"every": 25}}, "export.every = 25 is not a multiple of checkpoint.save_every = 10, .* the nearest are 20 and 30"),
         ({"samples": {"every": 5, "prompts": ["a"]}}, "samples.every = 5 is not a multiple .* the nearest is 10"),
         ({"samples": {"every": 10}}, "samples.every = 10 without samples.prompts"),
+        ({"validation": {"every": 10, "by": "spares"}}, "validation.by = 'spares' with workers.spares = 0: .* set workers.spares to 1"),
+        ({"validation": {"every": 5, "by": "spares"}, "workers": {"spares": 1}}, "validation.every = 5 is not a multiple"),
         ({"samples": {"prompts": ["a"]}}, r"samples.prompts = \('a',\) has no effect without samples.every"),
     ],
 )

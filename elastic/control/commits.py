@@ -27,7 +27,7 @@ from elastic.protocol import lineage
 from elastic.protocol.actions import Pause
 from elastic.protocol.commit_record import GO_ON, Outcome, Score, Validated, told_of
 from elastic.protocol.copy_schedule import due
-from elastic.protocol.events import StepDone
+from elastic.protocol.events import Evaluated, StepDone
 from elastic.protocol.plan import Plan
 
 # ---- commits that are told
@@ -93,6 +93,16 @@ def committed(decision: Decision, outcome: Outcome) -> None:
             "training goes on, and the save follows as soon as there is room"
         )
         saves.tell(decision)  # in case a member waits for a save that nobody knows of any more
+
+
+def evaluated(decision: Decision, event: Evaluated) -> None:
+    """Takes note of a validation that no member has made."""
+    if not decision.run.history.contains(event.version):
+        return decision.refuse(f"{event.version}, which was validated, is not on the lineage")
+    known = decision.run.history.validated
+    _validated(decision, event.version, event.found)
+    if known is not None and known.version > event.version and decision.run.history.contains(known.version):
+        decision.know("history", validated=known)  # the members have validated a later state meanwhile
 
 
 def version_of(outcome: Outcome) -> Version:

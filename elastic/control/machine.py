@@ -39,6 +39,7 @@ from elastic.protocol.events import (
     Beat,
     Broken,
     Capacity,
+    Evaluated,
     Event,
     Fact,
     Fenced,
@@ -138,6 +139,8 @@ def _take(decision: Decision, event: Fact) -> None:
             saves.saved(decision, event)
         case SaveFailed():
             saves.save_failed(decision, event)
+        case Evaluated():
+            commits.evaluated(decision, event)
         case StopRequested():
             stopping.stop_requested(decision, event)
         case Recovered():

@@ -312,6 +312,14 @@ class SaveFailed:
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """Somebody who is no member has measured what ``version`` loses on the held-out samples."""
+
+    version: Version
+    found: Validated
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """The user, or a driver that went away, wants a clean stop with a save."""
 
@@ -385,6 +393,7 @@ Fact = (
     | ShardSaved
     | Saved
     | SaveFailed
+    | Evaluated
     | StopRequested
     | Recovered
     | Attached

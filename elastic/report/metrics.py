@@ -16,7 +16,7 @@ from typing import Any
 from elastic.control import codec
 from elastic.ids import Version
 from elastic.protocol.commit_record import Outcome, Validated
-from elastic.protocol.events import StepDone, Work
+from elastic.protocol.events import Evaluated, StepDone, Work
 from elastic.protocol.lineage import Lineage, contains
 from elastic.report.speed import Speed
 
@@ -153,6 +153,9 @@ class Rows:
                 self._reason = ""
             if outcome.validated is not None:
                 self._validated[outcome.step - 1, version] = outcome.validated
+        if record["event"]["$"] == Evaluated.__name__ and record["reason"] and not record["reason"].startswith("refused"):
+            evaluated = codec.decode(Evaluated, record["event"])
+            self._validated[evaluated.version.step, evaluated.version] = evaluated.found
         for each in done.values():
             if each.get("validated"):  # after the last step of the run; no commit follows
                 last = _of(each)

@@ -82,6 +82,8 @@ def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tup
     job, why = decided(job, partial(memory_of, job, device), local=True)
     if why:
         show(Sentence(time.time(), why))
+    if job.validation.by == "spares":  # there are none
+        job = job.replace(validation=job.validation.model_copy(update={"by": "members"}))
     run, incarnation = begin(job)
     job, start = run.job, run.standing(incarnation, time.time())
     with TemporaryDirectory() as folder:

@@ -20,11 +20,13 @@ from elastic.engine.parallelize import scheme_of
 from elastic.engine.stores import join_store
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
+from elastic.ids import Version
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.events import Broken, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, home_of, nothing
+from elastic.train import spare_time
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, plainly, tell_where_all_stand, touch
 from elastic.train.context import Context
@@ -114,6 +116,10 @@ class Trainer(Controlled):
             self._slow.cancel()
             self._close()
             self.profiler.close()
+
+    def _evaluate(self, version: Version) -> None:
+        """Validates a checkpoint and notes the result in the bucket, or that it failed; an order that comes meanwhile ends it."""
+        spare_time.evaluate(self.session, self.device, self.checkpoints, version, lambda: not self.orders.empty())
 
     def _live(self, plan: Plan, store: tuple[str, int]) -> None:
         """Lives through one generation, from its plan to its settlement."""

@@ -9,6 +9,7 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastic.ids import Version
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Event
 from elastic.protocol.plan import Plan
@@ -37,6 +38,13 @@ class Went:
     generation: int
 
 
+@dataclass(frozen=True)
+class Evaluate:
+    """An order to measure what the checkpoint of ``version`` loses on the held-out samples, if no other order comes."""
+
+    version: Version
+
+
 class Leave(Exception):
     """The run is over for this worker."""
 
@@ -47,7 +55,7 @@ class Controlled:
     def __init__(self, fence: ApplyFence, report: Callable[[Event], None]) -> None:
         self.apply_fence, self.report = fence, report
         self.worker = fence.member.worker
-        self.orders: queue.SimpleQueue[Enter | Settled | Went | None] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[Enter | Settled | Went | Evaluate | None] = queue.SimpleQueue()
         """Accepted orders for the training thread; None means that it leaves the run."""
         self._early: Enter | None = None
         """The order to enter the next world, if it came before the present one was settled: orders may overtake each other."""
@@ -97,6 +105,10 @@ class Controlled:
         """Orders the training thread to leave the run, once it has come to the orders given before."""
         self.orders.put(None)
 
+    def evaluate(self, version: Version) -> None:
+        """Orders the training thread to validate a checkpoint, if it is in no world and gets no other order."""
+        self.orders.put(Evaluate(version))
+
     def attach(self) -> None:
         """Tells a new coordinator where this worker stands, and repeats what may have been lost with the previous coordinator."""
         with self.apply_fence as member:
@@ -108,13 +120,18 @@ class Controlled:
 
     def _next_plan(self) -> Enter:
         """Waits for the order to enter a world and returns it, at once if it came early; other orders are skipped."""
-        order: Enter | Settled | Went | None = self._early
+        order: Enter | Settled | Went | Evaluate | None = self._early
         self._early = None
         while not isinstance(order, Enter):
             order = self._take()
+            if isinstance(order, Evaluate) and self.orders.empty():
+                self._evaluate(order.version)
         return order
 
-    def _take(self) -> Enter | Settled | Went:
+    def _evaluate(self, version: Version) -> None:
+        """Validates a checkpoint, while no order comes."""
+
+    def _take(self) -> Enter | Settled | Went | Evaluate:
         """Waits for an order and returns it.  Raises :class:`Leave` if the run is over for this worker."""
         order = self.orders.get()
         if order is None:

@@ -5,14 +5,16 @@ Nothing of the run is changed, so it may live meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from elastic.engine.world import World
-from elastic.errors import JobError
+from elastic.errors import FencedOff, JobError
 from elastic.ids import NodeId, Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -28,10 +30,13 @@ from elastic.train.apply_fence import ApplyFence
 from elastic.train.context import Context
 from elastic.train.counters import Counters
 from elastic.train.effects import Effects
+from elastic.train.faults import Faults
+from elastic.train.meter import Meter
 from elastic.train.model import State
 from elastic.train.session import make_session, prepare_process
 from elastic.train.step import Session, Step
 from elastic.train.validation import validate
+from storage.checkpoints import Checkpoints
 
 
 def evaluate_here(job: Job, step: int | None = None, *, accept_code: bool = False) -> tuple[Version, Validated]:
@@ -41,7 +46,7 @@ def evaluate_here(job: Job, step: int | None = None, *, accept_code: bool = Fals
     that changed.
     """
     run = Run.begun(job)
-    asked = job.validation.model_copy(update={"every": max(job.validation.every, 1)})
+    asked = job.validation.model_copy(update={"every": max(job.validation.every, 1), "by": "members"})
     with _restored(run, job, run.job.replace(validation=asked), step, step, accept_code) as (session, state, fence):
         version = state.shard.version
         return version, validate(session, state, fence, version.step)
@@ -106,16 +111,56 @@ def _restored(
         then = run.made(version.step if made is None else made)
         code = sources_of(_with_objects(run.job_of(then.step), job).code())
         run.check_code_of(then, code, accept=accept_code, looks=True)
-        world = World.alone(device, generation=1)
+        fence = ApplyFence(Member(WORKER))
         try:
-            plan = Plan(1, 1, Layout(), (WORKER,), version, "bucket" if version.step else "init", (), NodeId("local"))
-            state = State(its, session.builder, session.rule, world, version)
-            healing = Healing(state, plan, WORKER, session)
-            healing.finish([], run.checkpoints)
-            healing.settle()
-            fence = ApplyFence(Member(WORKER))
-            go(fence, plan, state.shard)
-            yield session, state, fence
+            with _alone(session, device, run.checkpoints, version, fence) as state:
+                yield session, state, fence
         finally:
-            world.close()
             session.close()
+
+
+@contextmanager
+def _alone(session: Session, device: torch.device, checkpoints: Checkpoints, version: Version, fence: ApplyFence) -> Iterator[State]:
+    """Yields the state of ``version`` in a world of this process alone.  Its ``fence`` is also entered between slices that are read."""
+    world = World.alone(device, generation=1)
+    try:
+        plan = Plan(1, 1, Layout(), (WORKER,), version, "bucket" if version.step else "init", (), NodeId("local"))
+        state = State(session.job, session.builder, session.rule, world, version)
+        healing = Healing(state, plan, WORKER, session)
+
+        def between() -> None:
+            with fence:
+                pass
+
+        healing.finish([], checkpoints, between)
+        healing.settle()
+        go(fence, plan, state.shard)
+        yield state
+    finally:
+        world.close()
+
+
+class Interruptible(ApplyFence):
+    """A fence that nobody can pass any more once there is something else to do: ``interrupted`` returns True."""
+
+    def __init__(self, interrupted: Callable[[], bool]) -> None:
+        super().__init__(Member(WORKER))
+        self._interrupted = interrupted
+
+    def __enter__(self) -> Member:
+        if self._interrupted():
+            raise FencedOff("there is something else to do")
+        return super().__enter__()
+
+
+def evaluate_between(
+    session: Session, device: torch.device, checkpoints: Checkpoints, version: Version, interrupted: Callable[[], bool]
+) -> Validated:
+    """Returns what a checkpoint loses on the held-out samples, measured by a worker that is no member, between two worlds.
+
+    Raises :class:`FencedOff` once it is ``interrupted``, before the next slice or microbatch, and :class:`~storage.errors.Damaged`.
+    """
+    job, fence = session.job.replace(offload="none", offload_folder="", offload_buffer_gb=1.0), Interruptible(interrupted)
+    own = replace(session, job=job, snapshots=None, faults=Faults(()), meter=Meter())
+    with _alone(own, device, checkpoints, version, fence) as state:
+        return validate(own, state, fence, version.step)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from actors.cli import main
 from actors.coordinator import View
 from actors.errands import Errands
+from actors.launch import Result
 from actors.objects import UsersCode
 from elastic import owed
 from elastic.control.inbox import Inbox
@@ -228,10 +229,102 @@ def test_ctrl_c_leaves_what_is_owed_for_later(tmp_path: Path, capsys: pytest.Cap
     assert results(job) == expected(tmp_path / "reference") and set(results(job)) == due(job)
 
 
+HELD_OUT = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
+
+
+def scores(job: Job) -> dict[int, tuple[float, int]]:
+    """Returns the sums of each validation that the journal knows, by the step after which it was made."""
+    run, found = Run.open(job), {}
+    for record in run.records():
+        event = record["event"]
+        if event["$"] == "Evaluated" and not record["reason"].startswith("refused"):
+            found[event["version"]["step"]] = (float.fromhex(event["found"]["loss"]), event["found"]["count"])
+        elif event["$"] == "StepDone" and event.get("validated"):
+            found[event["outcome"]["step"]] = (float.fromhex(event["validated"]["loss"]), event["validated"]["count"])
+    return found
+
+
+def by_members(folder: Path, steps: int) -> dict[int, float]:
+    """Returns the mean of each validation of a run without Ray."""
+    job = toy_job(folder, name="local", validation=HELD_OUT, steps=steps, data=data_of(steps))
+    alone(job)
+    return Result("Finished", "", job.steps, 0, job.bucket, job.name).validations
+
+
+def data_of(steps: int, read_s: float = 0.0) -> dict[str, Any]:
+    return {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * steps, "read_s": read_s}}
+
+
+def spared(bucket: Path, name: str, steps: int, read_s: float, **changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "steps": steps,
+        "data": data_of(steps, read_s),
+        "checkpoint": {"save_every": 4},
+        "workers": {"max": 1, "spares": 1},
+        "validation": {**HELD_OUT, "by": "spares"},
+    }
+    return toy_job(bucket, name=name, **settings | changes)
+
+
+@pytest.mark.full  # that no bit changes is shown without processes, too
+def test_l1_spares_validate_while_the_others_train(tmp_path: Path) -> None:
+    """L1: each value has the bits of the members' own, and the best one is known.  The member validates the state after the last step only.
+
+    No bit of the training depends on it.
+    """
+    job = spared(tmp_path, "spared", 24, 0.1)
+    chaos = trial(job)
+    assert chaos.result.state == "Finished"
+    expected = by_members(tmp_path / "alone", 24)
+    assert chaos.result.validations == expected and [*expected] == [4, 8, 12, 16, 20, 24]
+    assert {step: loss / count for step, (loss, count) in scores(job).items()} == expected
+    assert not [step for step, each in chaos.ledger.items() if each.validated is not None], "no commit waited for one"
+    best = Run.open(job).last_recorded().history.best  # type: ignore[union-attr]
+    assert best is not None and best.version.step == min(expected, key=expected.__getitem__)
+    assert chaos.hash == alone(toy_job(tmp_path / "plain", name="local", steps=24, data=data_of(24))).hash
+    assert owed.debts(Run.open(job), job) == []
+    assert_nothing_left(chaos)
+
+
+class Seats:
+    """Kills the member once the spare is in the middle of a validation: when it has read the sample that marks it."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark, self.killed = mark, 0
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        if not self.mark.exists() or not (reader := self.mark.read_text()):
+            return False
+        for seen in witness.seen.values():
+            if seen.process.pid != int(reader):
+                self.killed = seen.process.pid
+                os.kill(self.killed, signal.SIGKILL)
+        return bool(self.killed)
+
+
+@pytest.mark.full
+def test_a_spare_that_is_seated_drops_its_validation_which_stays_owed(tmp_path: Path) -> None:
+    """The next spare makes it, with the same bits.  The control is the word of the spare in its log."""
+    mark = tmp_path / "mark"
+    late = {**HELD_OUT["args"], "sample": 10, "late_s": 2.0, "mark": str(mark)}  # type: ignore[dict-item]
+    held_out = {**HELD_OUT, "dataset": "tests.support.toys:Late", "args": late, "by": "spares"}
+    job = spared(tmp_path / "bucket", "seated", 60, 0.1, validation=held_out, checkpoint={"save_every": 4})
+    seats = Seats(mark)
+    chaos = trial(job, seats)
+    assert chaos.result.state == "Finished" and seats.killed
+    logs = "".join(path.read_text() for path in (tmp_path / "bucket" / "seated" / "logs").rglob("*.log"))
+    assert "the validation of step 4 of generation 1 is dropped: there is something else to do" in logs
+    expected = by_members(tmp_path / "alone", 60)
+    found = {step: loss / count for step, (loss, count) in scores(job).items()}
+    assert {4, 60} <= found.keys() and found == {step: expected[step] for step in found}
+    assert {debt.version.step for debt in owed.debts(Run.open(job), job)} == expected.keys() - found.keys(), "the rest is listed"
+    assert_nothing_left(chaos)
+
+
 def test_a_job_that_asks_for_nothing_has_no_process_and_no_thread() -> None:
     job = toy_job("memory://nothing")
     run = Run.open(job)
-    idle = Errands(job, run, 1, UsersCode([]), lambda: run.standing(0, 0.0), print)
+    idle = Errands(job, run, 1, UsersCode([]), lambda: run.standing(0, 0.0), print, print, print)
     idle.begin()
     idle.look()
     assert not [thread for thread in threading.enumerate() if thread.name == "errands"]

@@ -76,7 +76,7 @@ IMPORTS = {
             *("elastic.sources", "storage.*", *NAMES),
         )
     ),
-    "elastic.owed": Row(("elastic.job", "elastic.protocol.lineage", "elastic.runs", "storage.*", *NAMES)),
+    "elastic.owed": Row(("elastic.job", "elastic.protocol.*", "elastic.runs", "storage.*", *NAMES)),
     "elastic.retention": Row(
         (
             *("elastic.branches", "elastic.forks", "elastic.owed", "elastic.control.saves", "elastic.protocol.*", "elastic.plan.*"),
@@ -200,6 +200,7 @@ BOUNDARIES = {
     "elastic/state/uploads.py": "whatever ends a look for copies goes to the keeper's log, and the next look follows",
     "elastic/engine/paged.py": "whatever the user's initialisation makes of values that were lost is done again with the true ones",
     "elastic/train/contract.py": "the user's code need not work with other numbers of samples than that of a microbatch",
+    "elastic/train/spare_time.py": "whatever the user's code raises while a spare validates is noted, and tried again",
     "elastic/train/errands.py": "whatever the user's model raises while it writes text is noted, and tried again",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/train/microbatch.py": "whatever the user's model or loss raises with tensors that have no values becomes a sentence",

@@ -73,6 +73,25 @@ def test_it_comes_back_from_the_journal_and_costs_nothing_where_there_is_none() 
     assert codec.fold(codec.snapshot(play.run), []) == play.run
 
 
+def test_a_spare_tells_it_later() -> None:
+    """It counts like that of the members, and does not take the place of a later one; what was abandoned is refused."""
+    play = stepping(2)
+    for number in (1, 2, 3):
+        step(play, number)
+    assert play.tell(ev.Evaluated(Version(2, 1), Validated(20.0, 10))) == "validation after step 2: loss 2 over 10 terms"
+    assert play.run.history.best == play.run.history.validated == Score(Version(2, 1), Validated(20.0, 10))
+    step(play, 4, 3.0)
+    assert play.tell(ev.Evaluated(Version(1, 1), Validated(10.0, 10))) == "validation after step 1: loss 1 over 10 terms"
+    assert play.run.history.best == Score(Version(1, 1), Validated(10.0, 10))
+    assert play.run.history.validated == Score(Version(3, 1), Validated(30.0, 10))
+    before = play.run
+    assert play.tell(ev.Evaluated(Version(3, 9), Validated(1.0, 10))).startswith("refused: step 3 of generation 9")
+    assert play.run.history == before.history
+    assert codec.decode(ev.Event, json.loads(json.dumps(codec.encode(ev.Evaluated(Version(2, 1), Validated(0.1, 3)))))) == ev.Evaluated(
+        Version(2, 1), Validated(0.1, 3)
+    )
+
+
 def last_of(play: Play, validated: Validated | None) -> None:
     play.tell(ev.StepDone(W1, play.generation, play.commit(2), None, validated))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from elastic import owed
-from elastic.errors import ModelError
+from elastic.errors import FencedOff, ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.models import llama
 from elastic.owed import Debt
+from elastic.protocol.commit_record import Validated, told_of
 from elastic.report.story import Line, Sentence
 from elastic.runs import Run
+from elastic.train.counters import Counters
 from elastic.train.errands import check_samples, encoder_of, restored
 from elastic.train.local import run_local
+from elastic.train.revisit import evaluate_between, evaluate_here
+from elastic.train.session import make_session
 from tests.support.chaos import exported_hash
 from tests.support.toys import Own, Sums, toy_job
 
@@ -164,6 +169,38 @@ def test_a_shared_weight_stays_shared(tmp_path: Path) -> None:
     model = restored(job, Run.open(job).checkpoints.open(Version(2, 1)))
     assert isinstance(model, Tied) and model.head.weight is model.embed.weight and not model.training
     assert torch.equal(model.scale, torch.linspace(0.9, 1.1, 19))
+
+
+def test_l1_a_worker_between_two_worlds_measures_what_the_members_would(tmp_path: Path) -> None:
+    """L1: from the checkpoint alone, with the same bits.  It stops at any slice or microbatch once it is to do something else.
+
+    The control is another checkpoint.
+    """
+    held_out = {"every": 2, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
+    job = job_of(tmp_path, steps=4, export={}, samples={}, validation=held_out)
+    said, run = trained(job), Run.open(job)
+    by_spares = job.replace(validation={**held_out, "by": "spares"}, workers={"spares": 1})
+    session = make_session(by_spares, Counters(tmp_path / "counters", create=True))
+    asked = []
+
+    def measure(step: int, stop_at: int = -1) -> Validated:
+        def interrupted() -> bool:
+            asked.append(step)
+            return len(asked) == stop_at
+
+        return evaluate_between(session, torch.device("cpu"), run.checkpoints, Version(step, 1), interrupted)
+
+    first, second = measure(2), measure(4)
+    assert [text for text in said if "validation" in text] == [told_of(2, first), told_of(4, second)]
+    assert owed.found(json.loads(json.dumps(owed.validated(first)))) == first != second
+    _, there = evaluate_here(job, 2)
+    assert there == first
+    for place in range(1, (often := len(asked) // 2) + 1):
+        asked.clear()
+        with pytest.raises(FencedOff):
+            measure(2, place)
+    assert often > 11, "there are eleven microbatches, and slices before them"
+    session.close()
 
 
 class Pair(Own):

@@ -94,6 +94,7 @@ class Errands:
         """A sentence about the debts that are open or were given up; "" if there are none."""
         self._open: list[Debt] = []
         self._paid = 0
+        self._told_again = False
         self._actor: Any = None
         self._wanted, self._last, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -127,7 +128,7 @@ class Errands:
         if self._open:
             rest = "`elastic owed` with the job file and --pay does it" if finished else "it is done when the run goes on"
             self.tell(f"{owed.sentence(self._open)}; {rest}")
-        elif self._paid and self.job.keep().last:
+        if finished and self._paid and self.job.keep().last:
             self._delete()
 
     def _work_off(self, inbox: Inbox) -> None:
@@ -136,8 +137,8 @@ class Errands:
         self._wanted.set()
         with suppress(StorageError, OSError):
             self._look()
-        if self._open:
-            self.tell(f"{owed.sentence(self._open)}; that is done now, and Ctrl-C leaves it for later")
+        if able := [debt for debt in self._open if debt.kind != owed.VALIDATION]:  # spares are gone by now
+            self.tell(f"{owed.sentence(able)}; that is done now, and Ctrl-C leaves it for later")
         paid, until = self._paid, time.monotonic() + self.job.deadlines.wait_s
         while self._thread.is_alive() and time.monotonic() < until and not _stops(inbox):
             if self._paid > paid:
@@ -156,7 +157,6 @@ class Errands:
     def _work(self) -> None:
         """Works off all that is owed whenever it is to look, and pauses after a failure."""
         self._wanted.set()
-        self._tell_again()
         while not self._closing.is_set():
             self._wanted.wait()
             self._wanted.clear()
@@ -172,6 +172,8 @@ class Errands:
     def _next(self) -> bool | None:
         """Takes the oldest debt, of those that have failed the least.  Returns whether that succeeded, or None if nothing is owed."""
         try:
+            if not self._told_again:
+                self._tell_again()
             self._look()
             spare = self._spare()
             if not (able := [debt for debt in self._open if spare is not None or debt.kind != owed.VALIDATION]):
@@ -250,6 +252,7 @@ class Errands:
         for debt in owed.done(self.run, owed.VALIDATION, history.lineage) if owed.VALIDATION in owed.kinds(self.job) else ():
             if history.validated is None or debt.version > history.validated.version:
                 self.post(Evaluated(debt.version, owed.found(owed.result(self.run, debt))))
+        self._told_again = True
 
     def _start(self) -> Any:
         node = cluster.freest(self.known().cluster.keepers)

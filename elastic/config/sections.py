@@ -68,6 +68,7 @@ class Validation(Part):
     by: Free[Literal["members", "spares"]] = "members"
     """Workers that measure it.  ``members`` train on after it.  ``spares`` measure a checkpoint while the members train, so it is told
     later: the first one at or after each multiple of ``every``.  The members measure the state after the last step in any case.
+    The device of a spare must hold the whole state.
     """
     samples: Free[Annotated[Whole, Field(ge=0)]] = 0
     """Number of samples, the first ones of the dataset.  0: all."""

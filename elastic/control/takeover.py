@@ -22,7 +22,7 @@ from elastic.control.liveness import Watch
 from elastic.control.run import NEVER, Finishing, Forming, Running, Saves, Saving, Stopping, Waiting
 from elastic.ids import WorkerId
 from elastic.protocol.actions import Fence, Form, Go, Kill, Pause
-from elastic.protocol.events import Attached, Beat, Capacity, Event, Kept, Recovered, Renewed, StartFailed, Stumbled, Tick
+from elastic.protocol.events import Attached, Beat, Capacity, Evaluated, Event, Kept, Recovered, Renewed, StartFailed, Stumbled, Tick
 
 MAX_DEATHS = 3
 """Number of coordinators that may die of the same event, or before they made any progress, before the run gives up."""
@@ -199,7 +199,8 @@ def attached(decision: Decision, event: Attached) -> None:
 
 def note_progress(decision: Decision, event: Event) -> None:
     """Notes that this coordinator has made progress since its start."""
-    if decision.run.takeover.startups and not isinstance(event, Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept):
+    idle = Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept | Evaluated
+    if decision.run.takeover.startups and not isinstance(event, idle):
         decision.know("takeover", startups=0)
 
 

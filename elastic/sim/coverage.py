@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from elastic.control.run import State
-from elastic.protocol.events import Fact
+from elastic.protocol.events import Evaluated, Fact
 from elastic.sim import faults
 from elastic.sim.faults import Kind
 from elastic.sim.simulation import Report, simulate
@@ -18,7 +18,8 @@ from elastic.sim.violation import Violation
 
 OVER = ("Finished", "Stopped", "Failed")
 STATES = tuple(state.__name__ for state in get_args(State))
-EVENTS = tuple(event.__name__ for event in get_args(Fact))
+EVENTS = tuple(event.__name__ for event in get_args(Fact) if event is not Evaluated)
+"""The events that the simulator has.  No simulated worker validates; what a spare tells decides nothing, in any state."""
 CHUNK = 250
 """Number of seeds that a process takes at once."""
 

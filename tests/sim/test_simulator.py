@@ -15,12 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.control.evolve import evolve
 from elastic.control.machine import Transition, advance
+from elastic.control.run import RunState
 from elastic.ids import NodeId
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding, covered
 from elastic.protocol.actions import Form
-from elastic.protocol.events import Attached, Beat, Event, Fenced, Joined, Lost
+from elastic.protocol.commit_record import Validated
+from elastic.protocol.events import Attached, Beat, Evaluated, Event, Fenced, Joined, Lost, Tick
 from elastic.sim import Coverage, Violation, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import SIMULATED_POINTS, Fault, Kind, Point, draw
@@ -96,6 +99,27 @@ def test_every_event_met_every_state(seen: Coverage) -> None:
 
 def test_what_is_rare_did_happen(seen: Coverage) -> None:
     assert [occasion for occasion in OCCASIONS if not seen.occasions[occasion]] == []
+
+
+def test_what_a_spare_has_validated_decides_nothing_in_any_state() -> None:
+    """Beside each decision of these runs another one is made, by a validation, and compared with that by the time alone."""
+    met = Counter[str]()
+
+    def watched(run: RunState, event: Any, now: float, rules: Any, *more: Any) -> Transition:
+        told, time_alone = (advance(run, each, now, rules, *more) for each in (Evaluated(run.version, Validated(1.0, 2)), Tick()))
+        met[type(run.state).__name__] += 1
+        history = told.run.history
+        if run.over:
+            assert told.run == run and not told.actions
+        else:
+            assert history.best is not None and history.validated is not None
+            scored = evolve(time_alone.run.history, best=history.best, validated=history.validated)
+            assert told.run == evolve(time_alone.run, history=scored) and told.actions == time_alone.actions
+        return advance(run, event, now, rules, *more)
+
+    for seed in range(12):
+        simulate(seed, Scenario.drawn(seed), watched)
+    assert met.keys() >= {"Waiting", "Forming", "Running", "Stopping", "Finishing"}
 
 
 @pytest.mark.parametrize("least", [2, 1])

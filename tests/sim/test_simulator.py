@@ -102,7 +102,7 @@ def test_what_is_rare_did_happen(seen: Coverage) -> None:
 
 
 def test_what_a_spare_has_validated_decides_nothing_in_any_state() -> None:
-    """Beside each decision of these runs another one is made, by a validation, and compared with that by the time alone."""
+    """A second decision, by a validation, is made beside each of these runs, and compared with one by the time alone."""
     met = Counter[str]()
 
     def watched(run: RunState, event: Any, now: float, rules: Any, *more: Any) -> Transition:

@@ -17,8 +17,8 @@ from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
-from elastic.resume import Start, rewind
-from elastic.runs import Run
+from elastic.runs.resume import Start, rewind
+from elastic.runs.run import Run
 from storage.errors import Exists
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from actors.checkpoint_commands import at_rest
 from actors.terminal import say
-from elastic import resume
 from elastic.config.values import place
-from elastic.descent import Descent, runs_of, tree
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.metrics import rows_of
 from elastic.report.divergence import diverged_at
-from elastic.runs import Run
+from elastic.runs import resume
+from elastic.runs.descent import Descent, runs_of, tree
+from elastic.runs.metrics import rows_of
+from elastic.runs.run import Run
 from storage.errors import Exists
 
 AUTO = "auto"

@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.table import Column, Table
 
 from actors.terminal import console, say
-from elastic import forks, owed, retention
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol.actions import Retain
-from elastic.runs import Run
+from elastic.runs import forks, owed, retention
+from elastic.runs.run import Run
 from storage.checkpoints import EXPORTED, Manifest
 from storage.errors import Exists
 from storage.slices import Tensor, nbytes

@@ -189,8 +189,8 @@ def dtypes(_: Namespace) -> int:
 
 
 def settings(_: Namespace) -> int:
-    from elastic.branches import change_of
     from elastic.config.describe import settings_page
+    from elastic.runs.branches import change_of
 
     print(settings_page(Job, change_of), end="")
     return 0
@@ -198,7 +198,7 @@ def settings(_: Namespace) -> int:
 
 def replay(known: Namespace) -> int:
     from elastic.report.replay import differences, tell
-    from elastic.runs import Run
+    from elastic.runs.run import Run
     from storage import journal
 
     rules = None
@@ -225,9 +225,9 @@ def replay(known: Namespace) -> int:
 
 
 def metrics(known: Namespace) -> int:
-    from elastic.metrics import with_origin
     from elastic.report.metrics import csv_table, json_line
-    from elastic.runs import Run
+    from elastic.runs.metrics import with_origin
+    from elastic.runs.run import Run
 
     rows = with_origin(Run.begun(_job(known)))
     if known.csv:

@@ -31,7 +31,6 @@ from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder, make_log_folder
 from actors.prometheus import Exported
 from actors.survivors import Left, find
-from elastic import restarts
 from elastic.control import codec, copy_inventory
 from elastic.control.inbox import Inbox
 from elastic.control.machine import Transition, advance
@@ -41,7 +40,6 @@ from elastic.engine.optim.schedule import rate_for_readers
 from elastic.errors import PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
-from elastic.metrics import Recorder
 from elastic.protocol import authority
 from elastic.protocol.authority import Audience, Authority
 from elastic.protocol.builds import Build
@@ -63,7 +61,9 @@ from elastic.protocol.events import (
     parts,
 )
 from elastic.report.story import Line, Story
-from elastic.runs import Run
+from elastic.runs import restarts
+from elastic.runs.metrics import Recorder
+from elastic.runs.run import Run
 from elastic.threads import go_or_end, keep_going
 from storage.errors import Deposed, Exists, Unavailable
 from storage.journal import replicas

@@ -1,4 +1,4 @@
-"""Works off what a run owes for its checkpoints (:mod:`elastic.owed`) while it trains, and at its end.
+"""Works off what a run owes for its checkpoints (:mod:`elastic.runs.owed`) while it trains, and at its end.
 
 A thread of the coordinator looks for debts and gives them, one by one, to an actor that needs no accelerator.  That actor is started only
 if something is owed, on the approved node with the most free CPUs, and takes none of them: it runs at a low priority.  It dies with the
@@ -21,15 +21,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import cluster
 from actors.ends import NODE_DIED, UNREACHED, why_ended, why_not_made
 from actors.processes import end_on_sigterm
-from elastic import owed, retention
 from elastic.control.inbox import Inbox
 from elastic.control.run import Running, RunState
 from elastic.ids import Version, WorkerId
 from elastic.job import Job
-from elastic.owed import Debt, Failure
 from elastic.protocol.events import Evaluated, Event, StopRequested
-from elastic.retention import Retention
-from elastic.runs import Run
+from elastic.runs import owed, retention
+from elastic.runs.owed import Debt, Failure
+from elastic.runs.retention import Retention
+from elastic.runs.run import Run
 from elastic.threads import keep_going
 from storage.errors import StorageError, Unavailable
 from storage.objects import ObjectStore

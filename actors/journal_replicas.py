@@ -19,7 +19,7 @@ from actors import cluster
 from elastic.control.run import RunState
 from elastic.ids import NodeId
 from elastic.protocol.authority import Authority
-from elastic.runs import Run
+from elastic.runs.run import Run
 from storage.errors import Deposed, StorageError
 from storage.journal import Journal
 

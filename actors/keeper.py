@@ -28,7 +28,7 @@ from elastic.probe import COORDINATOR, Probe
 from elastic.protocol.actions import Save
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import STOPPED, Beat, Event, Kept, Lost, Progress, SaveFailed, ShardSaved
-from elastic.receipts import SavedShard
+from elastic.runs.receipts import SavedShard
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.uploads import Uploads
 from elastic.threads import keep_going

@@ -24,15 +24,15 @@ from actors.coordinator import Coordinator, View
 from actors.objects import pack
 from actors.signals import Requests
 from actors.terminal import screen_for
-from elastic import restarts
-from elastic.branches import flat
 from elastic.errors import FINISHED, STOPPED, ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Line, Sentence
-from elastic.resume import LATEST, Start, start_of
-from elastic.runs import Run
+from elastic.runs import restarts
+from elastic.runs.branches import flat
+from elastic.runs.resume import LATEST, Start, start_of
+from elastic.runs.run import Run
 
 if TYPE_CHECKING:
     from elastic.train.preflight import Checked
@@ -89,7 +89,7 @@ class Result:
         return self._column("validation_loss")
 
     def _column(self, name: str) -> dict[int, float]:
-        from elastic.metrics import rows_of
+        from elastic.runs.metrics import rows_of
 
         rows = deque(rows_of(Run.find(Job(name=self.name, bucket=self.bucket))), STEPS)
         return {int(row["step"]): row[name] for row in rows if name in row}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.table import Column, Table
 
 from actors.terminal import console, say
-from elastic import owed as debts_of
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.runs import owed as debts_of
+from elastic.runs.run import Run
 
 
 def owed(job: Job, pay: bool) -> int:

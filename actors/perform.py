@@ -52,9 +52,9 @@ from elastic.protocol.actions import (
     Upload,
 )
 from elastic.protocol.events import Event, KeeperLost, KeeperUp, Lost, NodeRefused, Saved, SaveFailed, StartFailed
-from elastic.receipts import Parts
-from elastic.retention import Retention
-from elastic.runs import Run
+from elastic.runs.receipts import Parts
+from elastic.runs.retention import Retention
+from elastic.runs.run import Run
 from storage.checkpoints import ShardReceipt
 from storage.errors import StorageError, Unavailable
 

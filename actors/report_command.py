@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from actors.terminal import say
-from elastic import branches, owed, retention
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.metrics import origin_rows, rows_of
-from elastic.owed import Debt
 from elastic.plan.retention import Keep
 from elastic.report.page import page_of
 from elastic.report.page.model import Branch, Checkpoint, Facts
 from elastic.report.page.series import Columns
 from elastic.report.timeline import Timeline
-from elastic.runs import LOCAL, Run
+from elastic.runs import branches, owed, retention
+from elastic.runs.metrics import origin_rows, rows_of
+from elastic.runs.owed import Debt
+from elastic.runs.run import LOCAL, Run
 from storage import journal
 
 SECRET = re.compile(r"^metrics\.sinks\.|(^|[._-])(key|token|secret|password|credentials?)$", re.IGNORECASE)

@@ -17,11 +17,11 @@ from actors.coordinator import View
 from actors.prints import Prints, Reading
 from actors.processes import clear, end_on_sigterm
 from actors.terminal import say, screen_for, show_result
-from elastic import owed
 from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
-from elastic.runs import LOCAL, Run
+from elastic.runs import owed
+from elastic.runs.run import LOCAL, Run
 
 ANSWER_S = 15.0
 """Seconds in which a coordinator must answer before it counts as one that may be dead."""

@@ -26,12 +26,12 @@ from actors import cluster
 from actors.logs import EXAMINE_S
 from actors.processes import compiled_folder, end_on_sigterm, log_file, make_log_folder, started
 from actors.relay import Outbox, gone_for_good
-from elastic import forks
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed
 from elastic.protocol.member import Member
+from elastic.runs import forks
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import Counters, segment

@@ -35,7 +35,7 @@ from actors.terminal import Screen
 from elastic import Job
 from elastic.data.prepare import prepare
 from elastic.report.recoveries import Recovery, recoveries
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.counters import Counters, segment
 
 OUT = Path("quickstart-out").absolute()

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from elastic import branches
 from elastic.config.sections import Samples
 from elastic.config.settings import leaves
 from elastic.config.values import Change
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.runs import branches
+from elastic.runs.run import Run
 from storage.objects import ObjectStore
 
 pytestmark = pytest.mark.fast

@@ -25,15 +25,15 @@ from elastic.report.page.series import Columns, buckets, log_ticks, smoothed, ti
 from elastic.report.page.words import duration, percent, shown
 from elastic.report.recoveries import Recovery
 from elastic.report.timeline import FORMED, LOST, Moment, Save, Timeline, World
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from storage import journal
 from tests.control.play import Play, reformed, stepping
 from tests.control.test_takeover import folded
+from tests.runs.test_metrics import Written, lines
 from tests.support.job_file import to_toml
 from tests.support.report_page import Read, read_page
 from tests.support.toys import toy_job
-from tests.test_metrics import Written, lines
 
 pytestmark = pytest.mark.fast
 

@@ -17,9 +17,9 @@ from elastic import sources
 from elastic.errors import JobError, ModelError
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.metrics import rows_of
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import Run
+from elastic.runs.metrics import rows_of
+from elastic.runs.run import Run
 from elastic.sources import Sources, sources_of
 from elastic.train.revisit import evaluate_here, rerun_here
 from storage.errors import Exists

@@ -18,7 +18,7 @@ from actors.terminal import Screen, Terminal
 from elastic.job import Job
 from elastic.report.progress import Progress, spell
 from elastic.report.story import StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.commands import ROOT, Command
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from elastic import forks
 from elastic.engine.world import World
 from elastic.errors import StateMissing, WorldBroken
 from elastic.ids import WorkerId
@@ -24,6 +23,7 @@ from elastic.plan.placement import cell_of, held
 from elastic.plan.transfer import Move, missing, moves, reads_copies
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
+from elastic.runs import forks
 from elastic.state.digest import digests
 from elastic.state.initialise import initialise
 from elastic.state.shard import DTYPES, Home, Key, Shard, place_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from elastic import branches
+from elastic.runs import branches
 from elastic.threads import keep_going
 from storage.documents import seal, unseal
 from storage.errors import Missing, StorageError

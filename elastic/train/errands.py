@@ -1,4 +1,4 @@
-"""Performs what a run owes for a checkpoint (:mod:`elastic.owed`): an export, or samples of text, from the bucket and on the CPU.
+"""Performs what a run owes for a checkpoint (:mod:`elastic.runs.owed`): an export, or samples of text, from the bucket and on the CPU.
 
 Nothing here belongs to a world.  Several processes may do the same at once: the bytes are the same, and only one of them notes it.
 """
@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elastic import owed
 from elastic.data.sources import Document
 from elastic.data.tokenizer import Bytes, Encoder
 from elastic.errors import ModelError
 from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
-from elastic.owed import Debt, Failure
-from elastic.runs import Run
+from elastic.runs import owed
+from elastic.runs.owed import Debt, Failure
+from elastic.runs.run import Run
 from elastic.state.shard import DTYPES
 from elastic.train.model import BUFFERS, build_model, builder_of
 from elastic.train.session import opened

@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from elastic import owed
 from elastic.control.health import judge
 from elastic.control.run import RunState
 from elastic.control.skips import note
@@ -27,7 +26,6 @@ from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, Version
 from elastic.imports import users_traceback
 from elastic.job import Job
-from elastic.metrics import Sinks, store_rows
 from elastic.plan.layout import Layout
 from elastic.plan.placement import written_by
 from elastic.protocol import lineage
@@ -39,8 +37,10 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.metrics import Row, row_of, with_validation
 from elastic.report.story import Line, Scored, Sentence, Story
-from elastic.retention import Retention
-from elastic.runs import Run
+from elastic.runs import owed
+from elastic.runs.metrics import Sinks, store_rows
+from elastic.runs.retention import Retention
+from elastic.runs.run import Run
 from elastic.state.heal import Healing, home_of
 from elastic.state.streaming import look_at
 from elastic.state.uploader import name_of

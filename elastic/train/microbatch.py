@@ -16,7 +16,7 @@ from elastic.imports import failure
 from elastic.job import ROUNDS, Job
 from elastic.plan.copy_budget import amount
 from elastic.plan.memory import USABLE, Need, enough, roomy
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.estimate import Policy, tensors_of_job, transients
 from elastic.train.machine.device import most_shards, need_of, policies_of
 from storage.errors import Unavailable

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import torch
 from torch import nn
 
-from elastic import forks
 from elastic.data.loader import Dataset
 from elastic.engine.axes.buckets import buckets_of, described
 from elastic.engine.fp8 import MULTIPLE, layers_of
@@ -27,7 +26,6 @@ from elastic.engine.parallelize import apply_kernels, sharding_table
 from elastic.engine.precision import PRECISIONS
 from elastic.engine.spikes import QUARANTINE, number_in
 from elastic.errors import DataError, JobError, ModelError
-from elastic.forks import Origin
 from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
@@ -36,8 +34,10 @@ from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount, explained
 from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
-from elastic.resume import Start
-from elastic.runs import Run
+from elastic.runs import forks
+from elastic.runs.forks import Origin
+from elastic.runs.resume import Start
+from elastic.runs.run import Run
 from elastic.sinks.port import check_sink
 from elastic.sources import Sources, sources_of
 from elastic.state.heal import WEIGHTS

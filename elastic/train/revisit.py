@@ -22,7 +22,7 @@ from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validate
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.ledger import ledger
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.sources import sources_of
 from elastic.state.heal import Healing
 from elastic.train.alone import WORKER, go

@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import torch
 
-from elastic import owed
 from elastic.errors import FencedOff
 from elastic.ids import Version
 from elastic.imports import failure
-from elastic.owed import Debt, Failure
 from elastic.protocol.commit_record import told_of
-from elastic.runs import Run
+from elastic.runs import owed
+from elastic.runs.owed import Debt, Failure
+from elastic.runs.run import Run
 from elastic.train.revisit import evaluate_between
 from elastic.train.step import Session
 from storage.checkpoints import Checkpoints

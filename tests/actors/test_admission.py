@@ -19,7 +19,7 @@ from actors.launch import attach
 from elastic.job import Job
 from elastic.report.ledger import ledger, mixed
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.chaos import Trial, Witness, assert_nothing_left, trial
 from tests.support.commands import ROOT, user_job, user_package
 from tests.support.nodes import Node, joined

@@ -18,7 +18,7 @@ from elastic.data.cursor import Cursor
 from elastic.data.prepare import prepare
 from elastic.job import Job
 from elastic.report.ledger import ledger
-from elastic.runs import Run
+from elastic.runs.run import Run
 from storage.objects.s3 import S3
 from tests.data.texts import write_texts
 from tests.support.buckets import allow

@@ -22,7 +22,7 @@ from elastic.engine.loss import next_token
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line, StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.commands import Command, assert_no_actor_left
 from tests.support.job_file import to_toml
 from tests.support.state_hash import state_hash

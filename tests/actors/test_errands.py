@@ -21,11 +21,11 @@ from actors.coordinator import View
 from actors.errands import Errands
 from actors.launch import Result
 from actors.objects import UsersCode
-from elastic import owed
 from elastic.control.inbox import Inbox
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
-from elastic.runs import Run
+from elastic.runs import owed
+from elastic.runs.run import Run
 from tests.support.chaos import Witness, alone, assert_nothing_left, trial
 from tests.support.commands import Command
 from tests.support.job_file import to_toml

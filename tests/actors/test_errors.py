@@ -13,7 +13,7 @@ from actors.launch import Result
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from tests.support.chaos import Trial, assert_nothing_left, exported_hash, samples, trial
 from tests.support.commands import assert_no_actor_left, user_job, user_package

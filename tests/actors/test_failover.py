@@ -32,7 +32,7 @@ from elastic.job import Job
 from elastic.protocol.authority import DEPOSED
 from elastic.protocol.events import StepDone
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from storage.journal import owners
 from storage.journal.replicas import WRITER

@@ -9,14 +9,14 @@ import pytest
 
 from actors import cluster
 from actors.launch import launch
-from elastic import branches
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.metrics import rows_of
 from elastic.protocol.lineage import contains
 from elastic.report.ledger import ledger
-from elastic.runs import Run
+from elastic.runs import branches
+from elastic.runs.metrics import rows_of
+from elastic.runs.run import Run
 from tests.support.chaos import alone, exported_hash
 from tests.support.toys import toy_job
 

@@ -23,7 +23,7 @@ from elastic.ids import NodeId
 from elastic.job import Job
 from elastic.protocol.events import KeeperLost
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.counters import OPERATIONS
 from tests.support.chaos import Trial, Witness, alone, assert_nothing_left, assert_survived, formed, trial
 from tests.support.patience import PATIENCE_S

@@ -22,7 +22,7 @@ from actors import cluster
 from actors.coordinator import View
 from actors.processes import make_log_folder
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.actors.test_failover import GATE, STEPS, job_of, take_overs, undisturbed
 from tests.support.chaos import Witness, assert_nothing_left, assert_survived, formed, samples, trial
 from tests.support.clusters import TUNED

@@ -19,7 +19,7 @@ from actors.launch import launch
 from elastic.errors import WireError
 from elastic.report.ledger import ledger
 from elastic.report.story import Line, Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.state.region import ALIGNED, Region
 from elastic.state.wire import Wire
 from tests.support.chaos import Witness, assert_nothing_left, formed, samples, trial

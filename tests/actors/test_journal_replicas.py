@@ -18,7 +18,7 @@ from elastic.control.run import RunState
 from elastic.ids import NodeId
 from elastic.protocol.authority import Authority, Replica
 from elastic.protocol.events import Tick
-from elastic.runs import Run
+from elastic.runs.run import Run
 from storage import journal
 from storage.errors import Deposed, Unavailable
 from storage.objects import Data, ObjectStore

@@ -13,7 +13,7 @@ import pytest
 
 from actors.cli import main
 from elastic.config.sections import Fault
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.chaos import Trial, assert_survived, assert_work, formed
 from tests.support.job_file import to_toml
 from tests.support.kills import (

@@ -14,7 +14,7 @@ from actors import cluster, launch
 from actors.coordinator import View
 from elastic.control import codec
 from elastic.report.ledger import ledger
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.chaos import Witness, alone, assert_nothing_left, formed, samples, trial
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT

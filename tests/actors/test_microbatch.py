@@ -16,7 +16,7 @@ from elastic.config.sections import Workers
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.plan.memory import USABLE
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.estimate import by_recompute, tensors_of_job
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.toys import toy_job

@@ -21,7 +21,7 @@ from actors.launch import attach
 from elastic.control.takeover import UNREAD
 from elastic.job import Job
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from storage.checkpoints import Checkpoints
 from tests.benchmarks.storm import SHARDS

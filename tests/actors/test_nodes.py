@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from actors.coordinator import View
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.chaos import Witness, assert_survived, formed, trial
 from tests.support.kills import Director, Grow, Script
 from tests.support.nodes import Joined, Node, joined

@@ -14,7 +14,7 @@ import pytest
 
 from elastic import sources
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.state_hash import state_hash

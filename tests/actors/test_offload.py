@@ -13,7 +13,7 @@ import pytest
 
 from actors.launch import launch
 from elastic.report.story import Line, Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.chaos import alone, assert_nothing_left, assert_survived, formed, trial
 from tests.support.commands import assert_no_actor_left
 from tests.support.kills import one_after_another, perform

@@ -15,7 +15,7 @@ import ray
 from actors.cli import main
 from actors.launch import ask, attach, reap, start
 from elastic.errors import PlatformGaveUp
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.preflight import preflight
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S, until

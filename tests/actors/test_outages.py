@@ -20,7 +20,7 @@ from actors.coordinator import View
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.sim.faults import Fault, Kind
 from storage.objects import ObjectStore
 from storage.objects.s3 import S3

@@ -19,8 +19,8 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.protocol.actions import CommitManifest, Save, Upload
 from elastic.protocol.events import Event, KeeperLost, Lost, NodeRefused, Saved, SaveFailed
-from elastic.receipts import Parts, SavedShard
-from elastic.runs import Run
+from elastic.runs.receipts import Parts, SavedShard
+from elastic.runs.run import Run
 from storage.errors import BadFormat
 from storage.objects import Data, ObjectStore
 from tests.storage.states import TENSORS, state_of, write

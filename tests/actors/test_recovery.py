@@ -17,7 +17,7 @@ from elastic.engine.optim.base import RULES
 from elastic.plan.memory import USABLE
 from elastic.protocol.lineage import tip
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from elastic.train.model import build_model, builder_of
 from tests.support.chaos import REDONE, Witness, alone, assert_nothing_left, exported_hash, formed, samples, trial

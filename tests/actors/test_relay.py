@@ -25,7 +25,7 @@ from actors.worker import Worker
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Here, NodeRefused, StartFailed
 from elastic.report.ledger import ledger
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.chaos import Witness, assert_nothing_left, formed, trial
 from tests.support.hollow import HollowCoordinator
 from tests.support.nodes import Node, joined

@@ -18,7 +18,7 @@ from actors.coordinator import View
 from elastic.config.sections import Fault
 from elastic.data.cursor import Cursor
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.chaos import Trial, Witness, assert_survived, formed, trial
 from tests.support.kills import SAMPLES, Cramp, Grow, Script, perform
 from tests.support.mischief import STEP

@@ -9,13 +9,13 @@ import pytest
 
 from actors.cli import main
 from actors.launch import launch
-from elastic import restarts
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import Run
+from elastic.runs import restarts
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from tests.support.chaos import alone, assert_nothing_left, exported_hash, trial
 from tests.support.job_file import to_toml

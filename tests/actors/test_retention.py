@@ -13,7 +13,7 @@ from actors.checkpoint_commands import gc
 from actors.coordinator import View
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from tests.support.chaos import Witness, alone, assert_nothing_left, trial
 from tests.support.toys import toy_job

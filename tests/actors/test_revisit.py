@@ -9,13 +9,13 @@ import pytest
 
 from actors.cli import main
 from elastic.errors import JobError
-from elastic.metrics import rows_of
-from elastic.runs import Run
+from elastic.runs.metrics import rows_of
+from elastic.runs.run import Run
 from elastic.train.revisit import rerun_here
+from tests.runs.test_forks import job_of, trained
 from tests.support.chaos import trial
 from tests.support.job_file import to_toml
 from tests.support.toys import toy_job
-from tests.test_forks import job_of, trained
 
 
 def test_g4_a_step_of_any_checkpoint_is_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from actors.processes import clear, log_file, log_folder, make_log_folder, remov
 from actors.terminal import Screen
 from elastic.ids import WorkerId
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.counters import Counters, segment
 from elastic.train.preflight import preflight
 from tests.support.commands import ROOT, assert_no_actor_left, view_of

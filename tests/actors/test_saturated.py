@@ -15,7 +15,7 @@ import ray
 from actors import cluster
 from actors.coordinator import View
 from elastic.data.cursor import Cursor
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.busy import burn, busy_cores, hold_the_gil, worst_beat_s
 from tests.support.chaos import Witness, alone, assert_survived, trial
 from tests.support.patience import PATIENCE_S

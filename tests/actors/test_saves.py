@@ -16,7 +16,7 @@ from actors.coordinator import View
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.state.region import Region
 from tests.support.chaos import Seen, Trial, Witness, alone, assert_nothing_left, trial
 from tests.support.patience import PATIENCE_S

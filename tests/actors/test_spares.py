@@ -10,7 +10,7 @@ import ray
 
 from actors.coordinator import View
 from elastic.data.cursor import Cursor
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.chaos import LEFT, Trial, Witness, assert_survived, formed, how, trial
 from tests.support.kills import SAMPLES, Cramp, Script, perform
 from tests.support.room import Room

@@ -16,7 +16,7 @@ import ray
 from actors.cli import main
 from actors.launch import attach
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from tests.support.chaos import exported_hash
 from tests.support.commands import Command, assert_no_actor_left, view_of

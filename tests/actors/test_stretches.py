@@ -11,7 +11,7 @@ import pytest
 
 from elastic.data.cursor import Cursor
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from tests.actors.test_failover import Killer, running
 from tests.support.chaos import assert_nothing_left, exported_hash, samples, trial

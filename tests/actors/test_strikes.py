@@ -19,7 +19,7 @@ from actors.launch import attach, launch
 from elastic.data.cursor import Cursor
 from elastic.ids import Version
 from elastic.report.story import Line, Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.sim.faults import Fault, Kind, Point, to_json
 from elastic.train.local import run_local
 from storage.objects import ObjectStore

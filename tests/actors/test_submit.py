@@ -29,7 +29,7 @@ from actors.launch import Result
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.ledger import ledger
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.chaos import Trial, Witness, alone, assert_survived, exported_hash, formed
 from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
 from tests.support.commands import ROOT, user_job, user_package, view_of

@@ -11,7 +11,7 @@ from actors.cli import main
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.report.story import Scored, Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from elastic.train.revisit import evaluate_here
 from tests.support.chaos import alone, assert_nothing_left, trial

@@ -66,40 +66,70 @@ IMPORTS = {
         ),
         ("pydantic",),
     ),
-    "elastic.branches": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
-    "elastic.forks": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
+    "elastic.runs": Row(),
+    "elastic.runs.branches": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
+    "elastic.runs.forks": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
     "elastic.sources": Row(("elastic.objects", "storage.*", *NAMES)),
-    "elastic.receipts": Row(("elastic.plan.layout", *NAMES)),
-    "elastic.runs": Row(
+    "elastic.runs.receipts": Row(("elastic.plan.layout", *NAMES)),
+    "elastic.runs.run": Row(
         (
-            *("elastic", "elastic.branches", "elastic.forks", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.job"),
+            *(
+                "elastic",
+                "elastic.runs.branches",
+                "elastic.runs.forks",
+                "elastic.control.*",
+                "elastic.protocol.*",
+                "elastic.plan.*",
+                "elastic.job",
+            ),
             *("elastic.sources", "storage.*", *NAMES),
         )
     ),
-    "elastic.owed": Row(("elastic.job", "elastic.protocol.*", "elastic.runs", "storage.*", *NAMES)),
-    "elastic.retention": Row(
+    "elastic.runs.owed": Row(("elastic.job", "elastic.protocol.*", "elastic.runs.run", "storage.*", *NAMES)),
+    "elastic.runs.retention": Row(
         (
-            *("elastic.branches", "elastic.forks", "elastic.owed", "elastic.control.saves", "elastic.protocol.*", "elastic.plan.*"),
-            *("elastic.runs", "storage.*", *NAMES),
+            *(
+                "elastic.runs.branches",
+                "elastic.runs.forks",
+                "elastic.runs.owed",
+                "elastic.control.saves",
+                "elastic.protocol.*",
+                "elastic.plan.*",
+            ),
+            *("elastic.runs.run", "storage.*", *NAMES),
         )
     ),
-    "elastic.descent": Row(
+    "elastic.runs.descent": Row(
         (
-            *("elastic.branches", "elastic.config.values", "elastic.forks", "elastic.job", "elastic.metrics", "elastic.resume"),
-            *("elastic.runs", "storage.*", *NAMES),
+            *(
+                "elastic.runs.branches",
+                "elastic.config.values",
+                "elastic.runs.forks",
+                "elastic.job",
+                "elastic.runs.metrics",
+                "elastic.runs.resume",
+            ),
+            *("elastic.runs.run", "storage.*", *NAMES),
         )
     ),
-    "elastic.resume": Row(
+    "elastic.runs.resume": Row(
         (
-            *("elastic.branches", "elastic.config.values", "elastic.forks", "elastic.job", "elastic.metrics", "elastic.plan.stretches"),
-            *("elastic.protocol.lineage", "elastic.runs", "storage.*", *NAMES),
+            *(
+                "elastic.runs.branches",
+                "elastic.config.values",
+                "elastic.runs.forks",
+                "elastic.job",
+                "elastic.runs.metrics",
+                "elastic.plan.stretches",
+            ),
+            *("elastic.protocol.lineage", "elastic.runs.run", "storage.*", *NAMES),
         )
     ),
-    "elastic.restarts": Row(("elastic.control.*", "elastic.runs", *NAMES)),
-    "elastic.metrics": Row(
+    "elastic.runs.restarts": Row(("elastic.control.*", "elastic.runs.run", *NAMES)),
+    "elastic.runs.metrics": Row(
         (
-            *("elastic.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.forks", "elastic.job"),
-            *("elastic.protocol.lineage", "elastic.report.metrics", "elastic.runs", "elastic.sinks.port", "storage.*", *NAMES),
+            *("elastic.runs.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.runs.forks", "elastic.job"),
+            *("elastic.protocol.lineage", "elastic.report.metrics", "elastic.runs.run", "elastic.sinks.port", "storage.*", *NAMES),
         )
     ),
     "elastic.sinks": Row(("elastic.sinks", "elastic.sinks.port", "elastic.report.metrics", "storage.*", *NAMES)),
@@ -123,7 +153,15 @@ IMPORTS = {
     ),
     "elastic.state": Row(
         (
-            *("elastic.state.*", "elastic.engine.*", "elastic.protocol.*", "elastic.plan.*", "elastic.forks", "elastic.job", "storage.*"),
+            *(
+                "elastic.state.*",
+                "elastic.engine.*",
+                "elastic.protocol.*",
+                "elastic.plan.*",
+                "elastic.runs.forks",
+                "elastic.job",
+                "storage.*",
+            ),
             *("elastic.train.counters", "elastic.train.model", "elastic.train.step"),
             *NAMES,
         ),
@@ -151,9 +189,24 @@ IMPORTS = {
         (
             "elastic",
             *("elastic.train.*", "elastic.state.*", "elastic.engine.*", "elastic.models.*", "elastic.data.*"),
-            *("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.report.*", "elastic.job", "elastic.runs", "storage.*"),
-            *("elastic.branches", "elastic.config.sections", "elastic.forks", "elastic.metrics", "elastic.owed", "elastic.resume"),
-            *("elastic.retention", "elastic.sinks.port", "elastic.sources", "elastic.kernels.attention", *NAMES),
+            *(
+                "elastic.control.*",
+                "elastic.protocol.*",
+                "elastic.plan.*",
+                "elastic.report.*",
+                "elastic.job",
+                "elastic.runs.run",
+                "storage.*",
+            ),
+            *(
+                "elastic.runs.branches",
+                "elastic.config.sections",
+                "elastic.runs.forks",
+                "elastic.runs.metrics",
+                "elastic.runs.owed",
+                "elastic.runs.resume",
+            ),
+            *("elastic.runs.retention", "elastic.sinks.port", "elastic.sources", "elastic.kernels.attention", *NAMES),
         ),
         ("numpy", "torch"),
     ),
@@ -211,7 +264,7 @@ BOUNDARIES = {
     "elastic/train/session.py": "whatever the user's dataset raises while it is opened becomes a sentence",
     "storage/background.py": "whatever ends a thread is raised where its result is waited for",
     "elastic/threads.py": "whatever ends a thread's work is told, and the work begins anew or the process ends",
-    "elastic/metrics.py": "whatever a sink of the user's raises is told, and the run goes on",
+    "elastic/runs/metrics.py": "whatever a sink of the user's raises is told, and the run goes on",
     "elastic/objects.py": "whatever an object of the user's raises while it is looked at, its type must do",
     "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }

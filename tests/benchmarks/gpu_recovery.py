@@ -42,7 +42,7 @@ from elastic.data.prepare import prepare
 from elastic.job import Job
 from elastic.report.recoveries import Recovery, recoveries
 from elastic.report.story import Line, StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.counters import FOLDER as SEGMENTS
 from elastic.train.counters import Counters
 from storage.checkpoints import MANIFEST

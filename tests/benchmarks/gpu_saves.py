@@ -33,7 +33,7 @@ from actors import cluster
 from actors.launch import launch
 from elastic.data.prepare import prepare
 from elastic.report.story import Line, StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from storage.checkpoints import MANIFEST
 from tests.benchmarks.gpu_recovery import SIZES, content_hash, job_of
 from tests.benchmarks.gpu_scenarios import SAVES

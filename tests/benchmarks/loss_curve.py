@@ -36,7 +36,7 @@ from elastic.imports import load
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.counters import Counters, segment
 from tests.benchmarks.gpu_recovery import content_hash
 from tests.support.processes import Watched

@@ -28,7 +28,7 @@ import ray
 
 from actors import cluster
 from actors.launch import launch
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.counters import Counters, segment
 from storage.objects import ObjectStore
 from tests.support.toys import toy_job

@@ -35,7 +35,7 @@ from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.report.replay import differences
 from elastic.report.story import Line, Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.sim.faults import Fault, Kind, draw
 from elastic.train.local import run_local
 from storage import journal

@@ -37,7 +37,7 @@ from elastic.data.tokens import TokenDataset
 from elastic.engine.loss import next_token
 from elastic.job import Job
 from elastic.report.story import Line, Scored, Sentence, StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.counters import Counters, segment
 
 NEAR = 0.01

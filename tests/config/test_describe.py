@@ -8,8 +8,6 @@ from typing import Any, Literal, get_args
 
 import pytest
 
-from elastic import branches
-from elastic.branches import flat
 from elastic.config.describe import meaning_of, settings_page
 from elastic.config.sections import Part
 from elastic.config.settings import leaves
@@ -19,6 +17,8 @@ from elastic.engine.optim.base import RULES
 from elastic.engine.precision import PRECISIONS, WIRES
 from elastic.job import Job
 from elastic.plan.layout import USES
+from elastic.runs import branches
+from elastic.runs.branches import flat
 
 pytestmark = pytest.mark.fast
 

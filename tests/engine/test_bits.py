@@ -21,7 +21,7 @@ from elastic.imports import load
 from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
 from tests.support.segments import Part, Trained, segment, train

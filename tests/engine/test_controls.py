@@ -15,7 +15,7 @@ from elastic.engine.loss import next_token
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.runs import Run
+from elastic.runs.run import Run
 from storage import slices
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, finish, train

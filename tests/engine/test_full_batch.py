@@ -15,7 +15,7 @@ from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.session import settled
 from tests.support.ranks import Ranks
 from tests.support.segments import member

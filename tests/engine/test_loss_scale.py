@@ -17,7 +17,7 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
 from tests.support.segments import compute, member, train

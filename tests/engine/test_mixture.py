@@ -11,7 +11,7 @@ import pytest
 
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, train
 from tests.support.toys import toy_job

@@ -21,7 +21,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.engine.test_bits import plain_training
 from tests.support.ranks import Ranks
 from tests.support.segments import finish, member, train

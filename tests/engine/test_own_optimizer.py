@@ -18,7 +18,7 @@ from elastic.errors import CodeError, JobError
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.preflight import preflight
 from tests.support.carried import hash_after_healing
 from tests.support.ranks import Ranks

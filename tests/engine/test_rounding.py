@@ -23,7 +23,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
-from elastic.runs import Run
+from elastic.runs.run import Run
 from storage.slices import Slice
 from tests.support.carried import hash_after_healing
 from tests.support.ranks import Ranks

@@ -17,7 +17,7 @@ from elastic.data.cursor import Cursor
 from elastic.errors import ModelError
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.model import build_model, builder_of
 from elastic.train.preflight import preflight
 from tests.support.chaos import alone

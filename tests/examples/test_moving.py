@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from elastic.data.cursor import Cursor
 from elastic.job import Job
-from elastic.metrics import rows_of
-from elastic.runs import Run
+from elastic.runs.metrics import rows_of
+from elastic.runs.run import Run
 from tests.examples.blocks import ROOT, blocks_of
 
 FOLDER = ROOT / "examples" / "moving"

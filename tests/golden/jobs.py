@@ -126,7 +126,7 @@ def _kernels(precision: str) -> str:
 
 def final_hash(job: Any) -> str:
     """Returns the hash of the state after the last step of ``job``, exported as plain safetensors."""
-    from elastic.runs import Run
+    from elastic.runs.run import Run
     from tests.support.state_hash import state_hash
 
     run = Run.open(job)

@@ -19,7 +19,7 @@ from actors.cli import main
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
 from elastic.errors import JobError
-from elastic.runs import Run
+from elastic.runs.run import Run
 from storage import journal
 from storage.objects import ObjectStore
 from tests.golden.jobs import LOCAL, PINNED, Request, ask, final_hash, golden, pinned

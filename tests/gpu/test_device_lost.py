@@ -13,7 +13,7 @@ import torch
 from actors import cluster
 from actors.launch import launch
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.chaos import Trial, assert_survived, trial
 from tests.support.toys import toy_job
 

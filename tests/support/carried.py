@@ -19,7 +19,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import GO_ON
 from elastic.protocol.member import Member as Rules
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.state.shard import Shard
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.model import State

@@ -25,7 +25,7 @@ from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from elastic.report.ledger import ledger
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.counters import FIELDS, Counters, segment
 from elastic.train.faults import EXIT_CODE
 from elastic.train.local import run_local

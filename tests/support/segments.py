@@ -21,7 +21,7 @@ from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.member import Member as Rules
 from elastic.protocol.plan import Plan
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.state.heal import Healing, home_of
 from elastic.state.shard import Shard
 from elastic.train.apply_fence import ApplyFence

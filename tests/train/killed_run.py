@@ -24,7 +24,7 @@ from typing import Any
 
 from actors.checkpoint_commands import gc
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from storage.checkpoints import Checkpoints
 from storage.slices import Version

@@ -15,7 +15,7 @@ from elastic.errors import LossError
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.story import StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from tests.support.chaos import exported_hash
 from tests.support.ranks import Ranks

@@ -12,15 +12,15 @@ from blake3 import blake3
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from elastic import owed
 from elastic.errors import FencedOff, ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.models import llama
-from elastic.owed import Debt
 from elastic.protocol.commit_record import Validated, told_of
 from elastic.report.story import Line, Sentence
-from elastic.runs import Run
+from elastic.runs import owed
+from elastic.runs.owed import Debt
+from elastic.runs.run import Run
 from elastic.train.counters import Counters
 from elastic.train.errands import check_samples, encoder_of, restored
 from elastic.train.local import run_local

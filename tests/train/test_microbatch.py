@@ -20,7 +20,7 @@ from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.memory import USABLE
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from elastic.train.microbatch import chosen
 from tests.support.chaos import exported_hash

@@ -16,7 +16,7 @@ from elastic.errors import DataError, JobError, ModelError
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.report.story import StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from tests.data.texts import write_texts

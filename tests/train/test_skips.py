@@ -16,7 +16,7 @@ from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.story import Line, Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from elastic.train.step import microbatch_seed
 from tests.support.chaos import exported_hash

@@ -26,7 +26,7 @@ from elastic.plan.batch import deal_of
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs.run import Run
 from tests.support.ranks import Ranks
 from tests.support.segments import finish, member, raw
 from tests.support.toys import Sums, toy_job

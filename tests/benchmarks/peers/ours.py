@@ -14,7 +14,7 @@ import ray
 from actors.launch import attach, launch
 from elastic.report.recoveries import Recovery, recoveries
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import Run
+from elastic.runs.run import Run
 from elastic.train.counters import Counters, segment
 from tests.benchmarks.peers.drive import until
 from tests.benchmarks.peers.nodes import Nodes, kill

@@ -20,7 +20,7 @@ from elastic.control.run import RunState
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import StepDone
-from elastic.runs import Run
+from elastic.runs.run import Run
 from storage.journal import Journal
 from storage.objects import ObjectStore
 from tests.control.play import Play, stepping

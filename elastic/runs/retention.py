@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from elastic import branches, forks, owed
 from elastic.control import saves
-from elastic.forks import Reference
 from elastic.ids import Version
 from elastic.plan.retention import Found, Keep, reasons, victims, young
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
-from elastic.runs import Run
+from elastic.runs import branches, forks, owed
+from elastic.runs.forks import Reference
+from elastic.runs.run import Run
 from storage.checkpoints import Listed
 from storage.errors import Exists, StorageError
 

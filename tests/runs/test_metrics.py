@@ -15,19 +15,19 @@ import pytest
 
 from actors.cli import main
 from actors.launch import launch
-from elastic import metrics, resume
 from elastic.control import codec
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, JobError
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.metrics import Following, places, rows_of, store_rows, stored
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, Outcome, Usage, Validated
 from elastic.protocol.events import StepDone, Work
 from elastic.report.metrics import Row, csv_table, json_line, row_from, row_of, version_of
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import Run
+from elastic.runs import metrics, resume
+from elastic.runs.metrics import Following, places, rows_of, store_rows, stored
+from elastic.runs.run import Run
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from storage.journal import Journal

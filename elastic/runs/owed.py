@@ -27,7 +27,7 @@ from storage.numbered import Numbered
 
 if TYPE_CHECKING:
     from elastic.job import Job
-    from elastic.runs import Run
+    from elastic.runs.run import Run
 
 EXPORT, SAMPLES, VALIDATION = "export", "samples", "validation"
 """The kinds of debts.  Each is also the section of the job that says how often it is due."""

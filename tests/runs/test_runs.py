@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from elastic import forks
 from elastic.control import codec
 from elastic.control.health import Health
 from elastic.control.run import Failed, Finished, RunState, State, Stopped
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
-from elastic.forks import Origin
 from elastic.ids import Version, WorkerId
 from elastic.job import NUMERICS, Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import Recovered, StepDone, Tick
-from elastic.receipts import KEPT, Parts, SavedShard
-from elastic.runs import Run
+from elastic.runs import forks
+from elastic.runs.forks import Origin
+from elastic.runs.receipts import KEPT, Parts, SavedShard
+from elastic.runs.run import Run
 from storage.errors import Damaged, Deposed, Exists
 from storage.journal import Journal, replicas
 from storage.objects import ObjectStore

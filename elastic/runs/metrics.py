@@ -26,7 +26,6 @@ from itertools import islice
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from elastic import branches, forks
 from elastic.control import codec
 from elastic.engine.optim.schedule import rate_for_readers
 from elastic.ids import Version
@@ -34,7 +33,8 @@ from elastic.imports import failure
 from elastic.job import Job
 from elastic.protocol.lineage import Lineage, contains, cut, tip
 from elastic.report.metrics import Row, Rows, json_line, row_from, version_of
-from elastic.runs import Run
+from elastic.runs import branches, forks
+from elastic.runs.run import Run
 from elastic.sinks.port import Sink, TrackedRun, make_sink
 from elastic.threads import keep_going
 from storage import journal

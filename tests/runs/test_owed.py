@@ -11,18 +11,18 @@ import pytest
 from actors import checkpoint_commands, owed_command
 from actors.report_command import report
 from actors.run_commands import Absent
-from elastic import branches, forks, owed
 from elastic.errors import JobError
-from elastic.forks import Origin
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.owed import DEATHS, Debt, Failure
 from elastic.plan.layout import Layout
 from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, extended
-from elastic.retention import collect
-from elastic.runs import Run
+from elastic.runs import branches, forks, owed
+from elastic.runs.forks import Origin
+from elastic.runs.owed import DEATHS, Debt, Failure
+from elastic.runs.retention import collect
+from elastic.runs.run import Run
 from elastic.train.errands import pay
 from storage.objects import ObjectStore
 from storage.objects.port import PARTIAL

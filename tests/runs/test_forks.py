@@ -18,18 +18,19 @@ from safetensors.torch import load_file
 
 from actors import checkpoint_commands
 from actors.launch import launch
-from elastic import forks, resume, sources
+from elastic import sources
 from elastic.errors import JobError
-from elastic.forks import Origin
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.metrics import keep_until, rows_of, store_rows, stored
 from elastic.plan.layout import Layout
 from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.retention import collect
-from elastic.runs import Run
+from elastic.runs import forks, resume
+from elastic.runs.forks import Origin
+from elastic.runs.metrics import keep_until, rows_of, store_rows, stored
+from elastic.runs.retention import collect
+from elastic.runs.run import Run
 from storage.checkpoints import Checkpoints
 from storage.errors import Exists
 from storage.objects import ObjectStore
@@ -384,10 +385,12 @@ def test_l7_a_fork_and_a_deletion_at_the_same_time(firsts: Iterable[int], thens:
     assert found == {(True, True), (False, False), (False, True)}, "a fork that was refused may have saved the checkpoint for a round"
     assert {interleaved(first, 60, by_command) for first in range(8)} == {(True, True), (False, False)}
     with monkeypatch.context() as broken:
-        broken.setattr("elastic.retention.forks.references", lambda store, name: {})
+        broken.setattr("elastic.runs.retention.forks.references", lambda store, name: {})
         assert interleaved(0, 6) == (True, False)
     with monkeypatch.context() as broken:
-        broken.setattr("elastic.retention.remove", lambda run, versions, claim: [run.checkpoints.remove(each) for each in versions][:0])
+        broken.setattr(
+            "elastic.runs.retention.remove", lambda run, versions, claim: [run.checkpoints.remove(each) for each in versions][:0]
+        )
         assert (True, False) in {interleaved(first, 60, by_command) for first in range(8)}
     look = forks._look
     with monkeypatch.context() as broken:

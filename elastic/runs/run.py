@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import elastic
-from elastic import branches, forks, sources
-from elastic.branches import Branch
+from elastic import sources
 from elastic.control import codec
 from elastic.control.evolve import evolve
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
-from elastic.forks import Origin
 from elastic.ids import NodeId, Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage, contains
+from elastic.runs import branches, forks
+from elastic.runs.branches import Branch
+from elastic.runs.forks import Origin
 from elastic.sources import Sources
 from storage import journal
 from storage.checkpoints import Checkpoints, Listed, ShardReceipt
@@ -237,7 +238,7 @@ class Run:
 
         ``life`` is common to the coordinators that follow one another on one cluster, where workers survive them.  ``node`` is this
         coordinator's node.  With ``after`` it is the incarnation after that; raises :class:`Exists` if somebody else has claimed it.
-        ``more`` is what else the claim says (``elastic/restarts.py``).
+        ``more`` is what else the claim says (``elastic/runs/restarts.py``).
         """
         about = {"address": address, "host": platform.node(), "life": life, "node": node, **more}
         return claim_owner(self.store, self.job.name, about, after)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastic import branches, metrics, resume
 from elastic.config.values import checkpoint_of
 from elastic.errors import ElasticError
-from elastic.forks import Origin
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.runs import Run
+from elastic.runs import branches, metrics, resume
+from elastic.runs.forks import Origin
+from elastic.runs.run import Run
 from storage.errors import StorageError
 from storage.objects import ObjectStore
 

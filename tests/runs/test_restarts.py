@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic import restarts, resume
 from elastic.control import codec
 from elastic.control.machine import Transition
 from elastic.control.run import Failed, RunState, State, Stopped
@@ -16,7 +15,8 @@ from elastic.errors import NoProgress
 from elastic.ids import Version
 from elastic.plan.layout import Layout
 from elastic.protocol.events import Tick
-from elastic.runs import Run
+from elastic.runs import restarts, resume
+from elastic.runs.run import Run
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.toys import toy_job
 

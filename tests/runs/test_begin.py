@@ -8,17 +8,17 @@ import pytest
 
 from actors.begin import begin
 from actors.cli import main
-from elastic import branches
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.resume import Start
-from elastic.runs import Run
+from elastic.runs import branches
+from elastic.runs.resume import Start
+from elastic.runs.run import Run
 from tests.control.play import stepping
+from tests.runs.test_metrics import Written
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.job_file import to_toml
 from tests.support.toys import toy_job
-from tests.test_metrics import Written
 
 pytestmark = pytest.mark.fast
 STATE = state_of(TENSORS[:1], seed=1)

@@ -9,11 +9,11 @@ import pytest
 
 from actors.cli import main
 from actors.report_command import facts_of
-from elastic.metrics import rows_of
 from elastic.report.page import page_of
-from elastic.runs import Run
+from elastic.runs.metrics import rows_of
+from elastic.runs.run import Run
+from tests.runs.test_forks import FAST, job_of, trained
 from tests.support.job_file import to_toml
-from tests.test_forks import FAST, job_of, trained
 
 
 def test_l2_the_metrics_of_a_fork_begin_with_those_of_its_origins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from actors import checkpoint_commands
-from elastic import branches
 from elastic.config.values import seconds_of
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
@@ -20,8 +19,9 @@ from elastic.plan.layout import Layout
 from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
 from elastic.protocol.lineage import Lineage, extended
-from elastic.retention import Retention, collect
-from elastic.runs import Run
+from elastic.runs import branches
+from elastic.runs.retention import Retention, collect
+from elastic.runs.run import Run
 from storage.checkpoints import MANIFEST, Checkpoints
 from storage.errors import Exists, Unavailable
 from storage.objects import PARTIAL, ObjectStore

@@ -9,16 +9,16 @@ import pytest
 
 from actors import branch_commands
 from actors.cli import main
-from elastic import branches, forks
-from elastic.forks import Origin
 from elastic.ids import Version
-from elastic.metrics import rows_of
 from elastic.plan.layout import Layout
-from elastic.runs import Run
+from elastic.runs import branches, forks
+from elastic.runs.forks import Origin
+from elastic.runs.metrics import rows_of
+from elastic.runs.run import Run
 from storage.objects import ObjectStore
+from tests.runs.test_forks import STATE, job_of, trained
 from tests.storage.states import write
 from tests.support.job_file import to_toml
-from tests.test_forks import STATE, job_of, trained
 
 
 def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic.control.run import Failed, Finished, RunState, Stopped
 from elastic.errors import NoProgress
-from elastic.runs import LOCAL, Run
+from elastic.runs.run import LOCAL, Run
 
 
 def begins(run: Run) -> dict[str, Any]:

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from math import isnan
 from typing import Any
 
-from elastic import branches, forks, metrics
 from elastic.config.values import checkpoint_of, same_checkpoint
 from elastic.errors import JobError
-from elastic.forks import Origin
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.stretches import ended
 from elastic.protocol import lineage
-from elastic.runs import Run
+from elastic.runs import branches, forks, metrics
+from elastic.runs.forks import Origin
+from elastic.runs.run import Run
 from storage.objects import ObjectStore
 
 LATEST = "latest"

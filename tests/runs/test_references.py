@@ -8,15 +8,15 @@ from collections.abc import Iterable
 import pytest
 
 from actors import checkpoint_commands
-from elastic import forks
 from elastic.errors import JobError
-from elastic.forks import Origin
 from elastic.ids import Version
-from elastic.retention import release
-from elastic.runs import Run
+from elastic.runs import forks
+from elastic.runs.forks import Origin
+from elastic.runs.retention import release
+from elastic.runs.run import Run
 from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore
-from tests.test_forks import OLD, Taking, rounds, saved
+from tests.runs.test_forks import OLD, Taking, rounds, saved
 
 
 def gc(run: Run) -> list[int]:

@@ -10,13 +10,13 @@ import pytest
 from torch import Tensor
 
 from actors.launch import launch
-from elastic import branches
 from elastic.data.cursor import Cursor
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.report.story import Sentence
-from elastic.runs import Run
+from elastic.runs import branches
+from elastic.runs.run import Run
 from storage.errors import Exists
 from storage.objects import ObjectStore
 from tests.support.chaos import alone, exported_hash
@@ -107,7 +107,9 @@ class Noted(Sums):
 
 
 def noting(folder: Path, steps: int, **changes: Any) -> Job:
-    return extending(folder, steps, **{"data": {"dataset": "tests.test_branches:Noted", "args": {"note": str(folder / "note")}}} | changes)
+    return extending(
+        folder, steps, **{"data": {"dataset": "tests.runs.test_branches:Noted", "args": {"note": str(folder / "note")}}} | changes
+    )
 
 
 def trained_on(folder: Path, job: Job, count: int, *, branch: bool = True) -> list[int]:

@@ -1,0 +1,1 @@
+"""A run in its bucket: what it is, where it begins, its branches and forks, what it keeps, and its metrics."""

@@ -77,7 +77,7 @@ def connect(address: str | None, workers: Workers | None = None, *, compiles: bo
         raise PlatformGaveUp(f"no Ray cluster answers at {address}; correct --address, or leave it out")
     options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address or "auto"}
     if local:
-        cores = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
         if workers is not None and prepared(workers, cores):
             os.environ.setdefault("RAY_preload_python_modules", f"{PRELOADED},{COMPILER}" if compiles else PRELOADED)
         options |= {"object_store_memory": 80 * 2**20, "num_cpus": max(SMALL, cores) if workers is None else wanted(workers)}
@@ -105,8 +105,8 @@ def crowded(workers: Workers, cores: int) -> str:
     if most * workers.cpus <= cores:
         return ""
     return (
-        f"this machine has {cores} cores, and {most} workers with workers.cpus = {workers.cpus:g} share them: more workers are not faster "
-        f"here; lower workers.max, or train on a cluster of several machines (--address)"
+        f"this machine has {cores} {'core' if cores == 1 else 'cores'}, and {most} workers with workers.cpus = {workers.cpus:g} share "
+        f"them: more workers are not faster here; lower workers.max, or train on a cluster of several machines (--address)"
     )
 
 

@@ -53,9 +53,14 @@ def load(path: str, setting: str = "") -> Any:
     except AttributeError:
         public = [known for known in vars(module) if not known.startswith("_")]
         near = difflib.get_close_matches(name, public, 1)
-        there = ", ".join(sorted(public)[:8]) or "no public names"
+        there = ", ".join(sorted(known for known in public if _is_own(vars(module)[known], module_name))[:8]) or "no public names"
         hint = f"did you mean '{module_name}:{near[0]}'?" if near else f"it has {there}"
         raise CodeError(f"{named}: the module {module_name} ({_place(module)}) has no {name!r}; {hint}") from None
+
+
+def _is_own(value: Any, module: str) -> bool:
+    """Returns whether a name of ``module`` is not one that it has imported, as far as the value says."""
+    return not isinstance(value, ModuleType) and getattr(value, "__module__", module) in (module, None)
 
 
 def _module(named: str, name: str) -> ModuleType:

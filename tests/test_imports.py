@@ -24,7 +24,7 @@ def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     package = tmp_path / "theirs"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "good.py").write_text("def build(dim): return dim\nSIZE = 3\n")
+    (package / "good.py").write_text("import json\nfrom pathlib import Path\n\ndef build(dim): return dim\nSIZE = 3\n")
     (package / "needs.py").write_text("import not_installed_anywhere\n")
     (package / "raises.py").write_text("import json\n\nx = 1 // 0\n")
     (package / "syntax.py").write_text("def f(:\n")
@@ -48,6 +48,7 @@ def test_code_is_found_by_name(user_code: Path) -> None:
         (":build", "does not name code"),
         ("theirs/good.py:build", "does not name code"),
         ("theirs.good:biuld", "has no 'biuld'; did you mean 'theirs.good:build'?"),
+        ("theirs.good:Pth", "did you mean 'theirs.good:Path'?"),
         ("theirs.good:xyzzy", "has no 'xyzzy'; it has SIZE, build"),
         ("nobodys.good:build", "there is no module 'nobodys' on this machine's path, which begins with '"),
         ("theirs.missing:build", "there is no module 'theirs.missing' on this machine's path"),

@@ -84,6 +84,7 @@ def test_a_process_prepared_for_a_job_that_compiles_has_the_compiler(preloaded: 
     ("workers", "cores", "cpus", "said"),
     [
         ({"max": 2}, 2, 5, ""),
+        ({"max": 2}, 1, 5, "this machine has 1 core, and 2 workers with workers.cpus = 1 share them"),
         ({"max": 3}, 2, 6, "this machine has 2 cores, and 3 workers with workers.cpus = 1 share them"),
         ({"max": 12, "spares": 1}, 8, 16, "this machine has 8 cores, and 13 workers with workers.cpus = 1 share them"),
         ({"max": 2, "cpus": 4}, 4, 11, "and 2 workers with workers.cpus = 4 share them"),
@@ -105,7 +106,7 @@ def test_a_cluster_of_this_machine_has_room_for_the_run_and_says_if_that_has_mor
 @pytest.mark.full
 def test_who_trains_more_workers_than_there_are_cores_is_told_once(tmp_path: Path) -> None:
     """All of them have room, too.  The control is one worker."""
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     for most, said in ((cores + 1, 1), (1, 0)):
         workers = {"min": most, "max": most}
         (tmp_path / "job.toml").write_text(to_toml(toy_job(tmp_path / "bucket", name=f"of-{most}", steps=2, workers=workers)))

@@ -192,6 +192,8 @@ def _checked(batch: object, ids: Ids, named: str) -> Batch:
     came = None
     if not isinstance(batch, Mapping):
         came = f"a {type(batch).__name__}"
+    elif not batch:
+        came = "an empty dictionary"
     else:
         for name, value in batch.items():
             if not isinstance(value, torch.Tensor):

@@ -113,7 +113,10 @@ def _nothing(sources: Sequence[str | Path], suffixes: Sequence[str], files: int)
     shown = " and ".join(repr(str(source)) for source in sources)
     if files:
         return f"the {files} text {'file' if files == 1 else 'files'} in {shown} {'is' if files == 1 else 'are all'} empty"
-    return f"{shown}: no such file, nor a folder with one whose name ends in {' or '.join(suffixes)}; give another source, or --suffix"
+    ends = " or ".join(suffixes)
+    if len(sources) == 1 and Path(sources[0]).is_dir():
+        return f"{shown} is a folder without a file whose name ends in {ends}; give another source, or --suffix"
+    return f"{shown}: no such file, nor a folder with one whose name ends in {ends}; give another source, or --suffix"
 
 
 def _one_sided(held_out: float, out: bool) -> str:

@@ -93,12 +93,15 @@ def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tup
             session.snapshots = make_snapshots(job, tensors, device, session.counters, session.faults)
         run.trains_on(session.loader.dataset.fingerprint())
         world = World.alone(device, generation=start.generation + 1)
-        local = _Local(run, session, world, start, show)
+        local, ended = _Local(run, session, world, start, show), False
         try:
-            ended = local.train()
+            state, reason, step = local.train()
+            ended = True
             if speed := local.story.speed.summary:
                 local.show_sentence(speed)
-            return ended
+            if summary := local.skips.summary:
+                reason = f"{reason}; {summary}"
+            return state, reason, step
         except JobError as error:
             if error.__cause__ is not None:
                 local.show_sentence(users_traceback(error.__cause__).rstrip())
@@ -106,7 +109,7 @@ def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tup
         finally:
             local.sinks.close()
             local.show_said()
-            if summary := local.skips.summary:
+            if not ended and (summary := local.skips.summary):
                 local.show_sentence(summary)
             world.close()
             session.close()

@@ -410,7 +410,7 @@ def _wrapping(blocks: tuple[str, ...]) -> str:
     """Returns a sentence that says how a model without a sharding table is wrapped."""
     match blocks:
         case ():
-            what = "and no ModuleList, so the whole model is one unit"
+            what = "there is no ModuleList either, so the whole model is one unit"
         case (only,):
             what = f"wraps {only}, the only child of the largest ModuleList, and all other parameters as one unit"
         case (first, *_, last):

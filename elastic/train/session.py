@@ -40,6 +40,8 @@ from elastic.train.step import Loss, Session
 from storage.errors import Unavailable
 from storage.slices import Tensor
 
+METHODS = {"__len__": "len()", "read": "read(ids)", "fingerprint": "fingerprint()"}
+"""The methods that a dataset must have, and how each is called."""
 MICROBATCH = 1024
 """Largest microbatch that an error proposes."""
 SAVE_S = 5.0
@@ -172,7 +174,7 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     check_schedule(job)
     lengths = lengths_of(job, dataset) if job.data.group_by_length else None
     cursor = Cursor.of(job.stretches(), len(dataset), lengths, _sizes_of(job, dataset))
-    loader = Loader(dataset, cursor, job.microbatch_size, job.data.prefetch if prefetch is None else prefetch)
+    loader = Loader(dataset, cursor, job.microbatch_size, job.data.prefetch if prefetch is None else prefetch, named=_named(job))
     loop = loop_of(job)
     faults, held_out = Faults(job.faults), _held_out(job, loader)
     return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, faults, held_out=held_out, loop=loop)
@@ -198,13 +200,14 @@ def _held_out(job: Job, loader: Loader) -> Loader | None:
     if not validation.every:
         return None
     named = {"dataset": validation.dataset or job.data.dataset, "args": validation.args}
-    dataset = opened(job.replace(data=job.data.model_copy(update=named)), "validation")
+    held = job.replace(data=job.data.model_copy(update=named))
+    dataset = opened(held, "validation")
     if not len(dataset) or validation.samples > len(dataset):
         raise DataError(
             f"validation.samples = {validation.samples}: the dataset of validation.args = {validation.args} has {len(dataset)} samples; "
             f"give it more samples, or leave validation.samples out to take all"
         )
-    return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch, named="validation.dataset")
+    return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch, named=_named(held, "validation"))
 
 
 def loss_of(job: Job) -> Loss:
@@ -271,12 +274,16 @@ def _shard_bytes(tensors: Sequence[Tensor], layout: Layout) -> int:
     return frame(tensors, cell_of(layout, 0)).bytes
 
 
+def _named(job: Job, section: str = "data") -> str:
+    return f"{section}.dataset = {job.data.dataset!r}"
+
+
 def opened(job: Job, section: str = "data") -> Dataset:
     """Opens the data; ``section`` names the settings in errors.
 
     Raises :class:`DataError`, or :class:`Unavailable` if a store does not answer.
     """
-    named = f"{section}.dataset = {job.data.dataset!r}"
+    named = _named(job, section)
     kind = load(job.data.dataset, f"{section}.dataset")
     try:
         dataset: Dataset = kind(**job.data.args)
@@ -286,8 +293,8 @@ def opened(job: Job, section: str = "data") -> Dataset:
         raise
     except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
         raise DataError(f"{_failed(job, error, section)}; mend it, or {section}.args = {job.data.args}") from error
-    if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(dataset, name, None))]:
-        raise DataError(f"{named} has no {missing[0]}(); see the class Dataset in elastic/data/loader.py")
+    if missing := [name for name in METHODS if not callable(getattr(dataset, name, None))]:
+        raise DataError(f"{named} has no {missing[0]}(); a dataset has {', '.join(METHODS.values())} (see elastic.data.loader.Dataset)")
     return dataset
 
 

@@ -273,6 +273,7 @@ def test_reading_by_id_shares_the_thread() -> None:
         ({"fine": torch.zeros(2), "sum": torch.zeros(())}, "'sum' of shape []"),
         ({"tokens": [1, 2]}, "a list as 'tokens'"),
         ((torch.zeros(2),), "a tuple"),
+        ({}, "an empty dictionary"),
     ],
 )
 def test_what_the_dataset_returns_has_a_row_for_each_sample(prefetch: int, returned: Any, came: str) -> None:

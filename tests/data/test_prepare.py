@@ -240,7 +240,7 @@ def test_what_prepare_refuses(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     for source, sentence in (
         (tmp_path / "absent", r"absent': no such file, nor a folder with one whose name ends in \.txt or .* or \.parquet; give another"),
-        (tmp_path / "nothing", r"nothing': no such file, nor a folder with one"),
+        (tmp_path / "nothing", r"nothing' is a folder without a file whose name ends in \.txt or .* or \.parquet; give another"),
         (["memory://nowhere", tmp_path / "nothing"], r"^'memory://nowhere' and '.*nothing': no such file"),
         (empty, r"^the 2 text files in '.*empty' are all empty$"),
     ):

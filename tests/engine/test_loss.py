@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic.engine.loss import next_token
+from elastic.errors import ModelError
 
 
 class Bigrams(nn.Module):
@@ -28,3 +29,14 @@ def test_negative_targets_are_masked(masked: int) -> None:
     expected = F.cross_entropy(model.table[torch.tensor([1, 0, 0])], torch.tensor([2, 3, 5]), reduction="sum")
     assert count == 3
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+
+
+class Wrapped(Bigrams):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"logits": super().forward(tokens)}
+
+
+def test_a_model_that_returns_no_tensor_is_refused_in_a_sentence() -> None:
+    """A causal model of transformers returns such a thing.  The control is the same model with its logits alone, above."""
+    with pytest.raises(ModelError, match=r"the model returned a dict, and the loss .*:next_token wants a tensor of logits"):
+        next_token(Wrapped(), {"tokens": torch.tensor([[1, 2, 3]])})

@@ -155,7 +155,10 @@ MISTAKES = {
     "count is a text": ({"loss": "counted_in_words"}, r"returned \(a tensor of shape \[\], str '16'\); it must return \(sum, count\)"),
     "count is 0": ({"loss": "no_terms"}, r"the first microbatch loses 9\d\.\d+, and the count is 0; it must return"),
     "loss asks for another name": ({"loss": "other_names"}, rf"failed with KeyError: 'input_ids' {FRAME}; .* a batch of \['tokens'\]"),
-    "read returns a list": ({"data": "Listed"}, r"read\(\) returned a list for the 2 ids \[\d+, \d+\]; it must return a dictionary"),
+    "read returns a list": (
+        {"data": "Listed"},
+        r"data\.dataset = '\S+:Listed': read\(\) returned a list for the 2 ids \[\d+, \d+\]; it must return a dictionary",
+    ),
     "read returns too few rows": ({"data": "Shorter"}, r"read\(\) returned 'tokens' of shape \[1, 17\] for the 2 ids"),
     "read returns floats": (
         {"data": "Floats"},
@@ -166,7 +169,10 @@ MISTAKES = {
         r"torch\.float32 \[2\] as 'extra \d', and at the next call nothing; it must",
     ),
     "read raises": ({"data": "Broken"}, rf"samples \[\d+, \d+\] cannot be read: OSError: the disk is gone {FRAME}"),
-    "dataset has no length": ({"data": "NoLength"}, r"data\.dataset = '\S+:NoLength' has no __len__\(\)"),
+    "dataset has no length": (
+        {"data": "NoLength"},
+        r"data\.dataset = '\S+:NoLength' has no __len__\(\); a dataset has len\(\), read\(ids\), fingerprint\(\)",
+    ),
     "dataset has no fingerprint": ({"data": "NoFingerprint"}, r"data\.dataset = '\S+:NoFingerprint' has no fingerprint\(\)"),
     "model has wrong shapes": (
         {"model": "wrong_shapes"},

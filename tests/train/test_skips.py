@@ -82,7 +82,7 @@ def test_g3_l3_no_parameter_is_changed(ranks: Ranks, tmp_path: Path, layout: Lay
 
 
 def local(job: Job) -> tuple[list[str], str]:
-    """Trains without Ray.  Returns the sentences, and the error with which it ended."""
+    """Trains without Ray.  Returns the sentences, the last of which is how it ended, and the error with which it did."""
     said = list[str]()
 
     def show(line: Line) -> None:
@@ -90,7 +90,9 @@ def local(job: Job) -> tuple[list[str], str]:
             said.append(line.text)
 
     try:
-        assert run_local(job, show)[0] == "Finished"
+        state, reason, _ = run_local(job, show)
+        assert state == "Finished"
+        said.append(reason)
     except JobError as error:
         return said, str(error)
     return said, ""
@@ -104,7 +106,7 @@ def test_l3_a_run_without_ray_says_it_too(tmp_path: Path) -> None:
     job = toy_job(tmp_path)
     expected = Cursor(64, job.global_batch, job.seed, job.data.sampling).microbatch_ids(2, 5, job.microbatch_size)
     assert found is not None and [int(each) for each in found.groups()] == [*expected]
-    assert said[-1] == "1 step was skipped, because no finite gradient came: 2" and not error
+    assert said[-1] == "all 3 steps are done; 1 step was skipped, because no finite gradient came: 2" and not error, "also with --quiet"
     assert not [text for text in local(toy_job(tmp_path, name="fine", steps=3))[0] if "skipped" in text]
 
 

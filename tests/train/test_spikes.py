@@ -188,7 +188,8 @@ def test_g3_the_run_says_what_is_in_quarantine(tmp_path: Path) -> None:
     said, error = local(spiky(tmp_path / "one", {sample: math.nan}, steps=4))
     (skipped,) = [text for text in said if "is skipped" in text]
     assert skipped.startswith("step 3 is skipped") and skipped.endswith(" are in quarantine from now on") and str(sample) in skipped
-    assert said[-1] == "1 step was skipped, because no finite gradient came: 3; 2 samples are in quarantine" and not error
+    ended = "1 step was skipped, because no finite gradient came: 3; 2 samples are in quarantine"
+    assert said[-1] == f"all 4 steps are done; {ended}" and not error
     said, _ = local(spiky(tmp_path / "two", {sample: math.nan}, steps=4, spikes={"action": "skip"}))
     assert not any("quarantine" in text for text in said) and said[-1].endswith("came: 3")
 
@@ -202,11 +203,13 @@ def test_g1_a_branch_keeps_the_quarantine(tmp_path: Path) -> None:
         job = spiky(tmp_path / action, {sample: math.nan}, steps=4)
         local(job)
         wider, said = job.replace(steps=8, spikes={"action": action, "window": window}), list[str]()
-        launch(wider, local=True, branch=True, show=lambda line, said=said: said.append(line.text) if isinstance(line, Sentence) else None)
+        ended = launch(
+            wider, local=True, branch=True, show=lambda line, said=said: said.append(line.text) if isinstance(line, Sentence) else None
+        )
         newest = Run.open(wider).newest()
         assert newest is not None and newest.step == 8
         assert len([text for text in said if "is skipped" in text]) == again
-        assert any("2 samples are in quarantine" in each for each in said[-1:]) == (action != "forget"), "it counts what the state has"
+        assert ("2 samples are in quarantine" in ended.reason) == (action != "forget"), "it counts what the state has"
         if action != "forget":
             assert kept(wider, newest, HISTORY)[:, 0].tolist() == [0] * 16 + [1] * 4
             assert kept(wider, newest, QUARANTINE)[:3, 1].tolist() == [4, 4, 0]

@@ -111,6 +111,7 @@ def launch(
     and ``look`` each answer of the coordinator; without ``show`` they are printed.
 
     A run that began with other settings goes on with these if ``branch`` says so, unless its state or its place in the data does not fit.
+    A run that has saved nothing yet takes them without a word.
     A run whose code was other goes on with the code of now if ``accept_code`` says so.
     ``resume`` is ``latest``; or a step of the run, from which a new branch goes on; or ``run@latest``, ``run@best`` or ``run@step``, a
     checkpoint of another run in the same bucket, from which a new run goes on.
@@ -132,9 +133,10 @@ def launch(
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             cluster.check_place("bucket", job.bucket)
         start = start_of(settled(job), resume)
-        job, branch = start.job, branch or start.at is not None
-        if branch:
+        job, asked = start.job, branch or start.at is not None
+        if asked:
             Run.begun(job)
+        branch = asked or Run.has_saved_nothing(job)
         objects = [] if local else pack(job)
         checked = preflight(job, local=local, branch=branch, accept_code=accept_code, start=start)
         for sentence in checked.notes:
@@ -149,8 +151,10 @@ def launch(
         if crowded := cluster.connect(address, job.workers, compiles=job.compile):
             show(Sentence(time.time(), crowded))
         requests.note()
-        if (branch or accept_code) and attach(job.name) is not None:
-            raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
+        if attach(job.name) is not None:
+            branch = asked
+            if asked or accept_code:
+                raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
         start = replace(start, job=_heeding_the_driver(job, show))
         return _follow(start, checked, objects, requests, show, look, seen, again, branch)
 

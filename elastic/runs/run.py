@@ -83,6 +83,12 @@ class Run:
                 branches.check(job, found, asked=branch)
         return cls(job, store, {} if there is None else there.begun)
 
+    @classmethod
+    def has_saved_nothing(cls, job: Job) -> bool:
+        """Returns whether the run has begun and has no checkpoint: it begins at step 0 in any case, so other settings lose nothing."""
+        found = cls._found(job)
+        return found is not None and found.newest() is None
+
     def branches_at(self, at: Version | None = None) -> Version | None:
         """Returns the version from which a branch with this job goes on: the newest good checkpoint, or the good one ``at``.
 

@@ -224,3 +224,25 @@ def gradient_penalty(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 def test_the_control_without_a_mistake_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", written(tmp_path, parts), "--local"]) == 0
+
+
+def test_l9_another_name_is_taken_while_nothing_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L9: a mistake burns no name.  The control: once there is a checkpoint, other settings need a word."""
+    monkeypatch.chdir(ROOT)
+    wrong, right, another = (
+        to_toml(toy_job(tmp_path / "bucket", steps=2, loss=f"{HERE}:{loss}")) for loss in ("mean", "mean_and_count", "mean_and_one")
+    )
+    for text, code, said in (
+        (wrong, 1, "it must return (sum, count)"),
+        (right, 0, "branch 1 from step 0"),
+        (another, 1, "of another job"),
+    ):
+        (tmp_path / "job.toml").write_text(text)
+        assert main(["train", str(tmp_path / "job.toml"), "--local"]) == code
+        assert said in capsys.readouterr().out
+
+
+def mean_and_count(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    return next_token(model, batch)

@@ -314,7 +314,8 @@ class Spikes(Part):
     """Steps whose loss or gradient norm is far above those of the steps before, as a corrupt document causes them, and what is done then.
 
     The score is the distance from the median, in robust standard deviations: 1.4826 × the median absolute deviation, at least 1% of the
-    median.  That of a norm is of its logarithm.
+    median.  That of a norm is of its logarithm.  A step is judged as a whole, so one noisy sample among many good ones may raise neither
+    far enough, and is not found.
     """
 
     action: Branch[Literal["none", "warn", "skip", "quarantine", "forget"]] = "none"

@@ -139,7 +139,7 @@ def job_of(folder: Path, name: str, options: argparse.Namespace, **changes: Any)
         },
         "steps": options.steps,
         "global_batch": 32,
-        "microbatch": 8 if gpus else 4,  # the host's time for one does not depend on its size, and a GPU waits for it
+        "microbatch": 8 if gpus else 4,  # the time of the host for one hardly depends on its size, and a GPU waits for it
         "precision": "bf16" if gpus else "fp32",
         "optim": {"lr": 1e-3, "clip_norm": options.clip},
         "schedule": {"warmup_steps": options.steps // 12},

@@ -139,8 +139,7 @@ def launch(
         branch = asked or Run.has_saved_nothing(job)
         objects = [] if local else pack(job)
         checked = preflight(job, local=local, branch=branch, accept_code=accept_code, start=start)
-        for sentence in checked.notes:
-            show(Sentence(time.time(), sentence))
+        _tell(show, *checked.notes)
         living = "" if address else _at_its_cluster(job, show)
         if local:
             _refuse_living(job, living)
@@ -148,8 +147,7 @@ def launch(
         run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()
-        if crowded := cluster.connect(address, job.workers, compiles=job.compile):
-            show(Sentence(time.time(), crowded))
+        _tell(show, cluster.connect(address, job.workers, compiles=job.compile))
         requests.note()
         if attach(job.name) is not None:
             branch = asked
@@ -157,6 +155,11 @@ def launch(
                 raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
         start = replace(start, job=_heeding_the_driver(job, show))
         return _follow(start, checked, objects, requests, show, look, seen, again, branch)
+
+
+def _tell(show: Show, *sentences: str) -> None:
+    for sentence in filter(None, sentences):
+        show(Sentence(time.time(), sentence))
 
 
 def _refuse_living(job: Job, address: str) -> None:

@@ -136,9 +136,9 @@ def launch(
         job, asked = start.job, branch or start.at is not None
         if asked:
             Run.begun(job)
-        branch = asked or Run.has_saved_nothing(job)
         objects = [] if local else pack(job)
-        checked = preflight(job, local=local, branch=branch, accept_code=accept_code, start=start)
+        checked = preflight(job, local=local, branch=asked, accept_code=accept_code, start=start)
+        branch = asked or Run.has_saved_nothing(job)
         _tell(show, *checked.notes)
         living = "" if address else _at_its_cluster(job, show)
         if local:

@@ -109,7 +109,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
             f"nothing else multiplies in fp8; take 'bf16', or other sizes"
         )
     check(_bucket(job), job.name)
-    run = Run.look(job, branch=branch)
+    run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
     run.check_data(build.data)
     job = run.job
     notes = [*unread, *([] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])]

@@ -6,6 +6,7 @@ from rich.table import Column, Table
 
 from actors.terminal import console, say
 from elastic.job import Job
+from elastic.protocol.commit_record import told_of
 from elastic.runs import owed as debts_of
 from elastic.runs.run import Run
 
@@ -25,18 +26,20 @@ def owed(job: Job, pay: bool) -> int:
 
         for debt in debts_of.debts(run, its):
             if debt.kind == debts_of.VALIDATION:
-                debts_of.note_done(run, debt, debts_of.validated(evaluate_here(job, debt.version.step)[1]))
+                found = evaluate_here(job, debt.version.step)[1]
+                debts_of.note_done(run, debt, debts_of.validated(found))
+                say(told_of(debt.version.step, found))
             elif said := do(run, run.job, debt)[0]:
                 say(said)
-    found = debts_of.debts(run, its)
-    if not found:
+    left = debts_of.debts(run, its)
+    if not left:
         asked = debts_of.kinds(job)
         say(f"{job.name} owes nothing" if asked else f"{job.name} owes nothing: export.every and samples.every are 0")
         return 0
     table = Table("step", "generation", "what", "attempts that failed", Column("last failure", overflow="fold"), "state")
-    for debt in found:
+    for debt in left:
         why = debt.failures[-1].why if debt.failures else ""
         row = (str(debt.version.step), str(debt.version.generation), debt.kind, str(len(debt.failures)), why)
         table.add_row(*row, "given up" if debt.given_up else "owed")
     console.print(table)
-    return int(any(debt.given_up for debt in found))
+    return int(any(debt.given_up for debt in left))

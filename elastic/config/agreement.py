@@ -97,7 +97,7 @@ def _kept(job: Job) -> Iterator[str]:
     if rules.keep_best and (not validation.every or validation.every % rules.save_every):
         yield (
             f"checkpoint.keep_best = true with validation.every = {validation.every}: only what is both validated and saved can be kept; "
-            f"set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or leave keep_best out"
+            f"set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or leave checkpoint.keep_best out"
         )
 
 
@@ -106,7 +106,7 @@ def _owed(job: Job) -> Iterator[str]:
     save_every, samples = job.checkpoint.save_every, job.samples
     by_spares = job.validation.every if job.validation.by == "spares" else 0
     if job.validation.by == "spares" and not job.workers.spares:
-        yield "validation.by = 'spares' with workers.spares = 0: nobody would measure it; set workers.spares to 1, or leave by out"
+        yield "validation.by = 'spares' with workers.spares = 0: nobody would measure it; set workers.spares to 1, or leave validation.by out"
     for name, every in (("export", job.export.every), ("samples", samples.every), ("validation", by_spares)):
         if every % save_every:
             near = [n for n in (every - every % save_every, every - every % save_every + save_every) if n]

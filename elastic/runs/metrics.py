@@ -100,9 +100,7 @@ def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 
     """Writes ``rows`` as one file, and before it their validations.  ``record`` is that of its name.  What is there already stays."""
     for row in rows:
         if "validation_loss" in row:
-            told = json_line({name: row[name] for name in VALIDATION if name in row})
-            with suppress(Exists):
-                store.put_if_absent(f"{run}/validations/{_name_of(row)}", f"{told}\n".encode())
+            store_validation(store, run, row)
     if rows:
         version = version_of(rows[-1])
         key = f"{run}/metrics/{Place(version.step, version.generation, record).name}"
@@ -110,13 +108,31 @@ def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 
             store.put_if_absent(key, "".join(f"{json_line(row)}\n" for row in rows).encode())
 
 
+def store_validation(store: ObjectStore, run: str, row: Row) -> None:
+    """Writes the object of a validation.  ``row`` has the numbers of :data:`VALIDATION`, and may have others.  What is there stays."""
+    told = json_line({name: row[name] for name in VALIDATION if name in row})
+    with suppress(Exists):
+        store.put_if_absent(f"{run}/validations/{_name_of(row)}", f"{told}\n".encode())
+
+
+def _with_late(store: ObjectStore, run: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """Yields the rows, those whose validation was made after they were stored with its numbers."""
+    prefix = f"{run}/validations/"
+    names = {tuple(map(int, key.removeprefix(prefix).split("-", 2)[:2])): key for key in store.list(prefix)}
+    for row in rows:
+        if "validation_loss" not in row and (key := names.get((row["step"], row["generation"]))) is not None:
+            found = row_from(store.get(key).decode())
+            row = {**row, **{name: found[name] for name in ("validation_loss", "validation_terms") if name in found}}
+        yield row
+
+
 def _name_of(row: Row) -> str:
     """Returns the name of the object of a validation: the version, and the loss such that it has the same bits when it is read."""
     return f"{row['step']:012d}-{row['generation']:06d}-{float(row['validation_loss'])!r}.json"
 
 
-def validations(run: Run, lineage: Lineage) -> dict[Version, float]:
-    """Returns the loss of each stored validation of ``lineage``.  Reads no rows but those that an older release has stored.
+def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Version, float]:
+    """Returns the loss of each stored validation of ``lineage``.  Reads no rows but those that an older release has stored, if ``older``.
 
     That one wrote no objects for validations, so what is missing are the validations before the first object, where any was due.
     """
@@ -125,7 +141,7 @@ def validations(run: Run, lineage: Lineage) -> dict[Version, float]:
     told = {Version(int(step), int(generation)): float(loss) for step, generation, loss in there}
     found = {version: loss for version, loss in told.items() if contains(lineage, version)}
     first = min((version.step for version in found), default=None)
-    for place in places(store, name):
+    for place in places(store, name) if older else ():
         asked = job(Version(place.step, place.generation))
         if (first is None or place.step < first) and asked.validation.every and min(asked.validation.every, asked.steps) <= place.step:
             for row in _rows_in(store, name, place):
@@ -183,10 +199,11 @@ class Following:
         lineage = self.rows.lineage
         return max((place.step for place in self._places if contains(lineage, Version(place.step, place.generation))), default=0)
 
-    def store_final(self) -> None:
+    def store_final(self, *, closing: bool = False) -> None:
         """Stores the rows that no fall-back can take back: up to the newest good checkpoint.
 
-        A row waits for its validation, and for commits before it that are still to be told.
+        A row waits for its validation, and for commits before it that are still to be told; but for a spare's not when the run is
+        ``closing``.
         """
         stored = self.stored
         until = min(self.rows.saved, self.rows.told)
@@ -195,7 +212,7 @@ class Following:
         rows = [row for row in self.rows.surviving() if row["step"] > stored]
         if rows and rows[-1]["step"] <= until and self._owes(rows[-1]):
             until = int(rows[-1]["step"]) - 1
-        if self.run.job.validation.by == "spares":
+        if self.run.job.validation.by == "spares" and not closing:
             until = min([until, *(int(row["step"]) - 1 for row in rows if self._awaits_a_spare(row))])
         final = [row for row in rows if row["step"] <= until]
         if not final:
@@ -328,7 +345,7 @@ class Recorder:
             try:
                 following = following or Following(self._run)
                 following.read()
-                following.store_final()
+                following.store_final(closing=closing)
                 if following.stored != handed_on:  # also once in the beginning
                     handed_on = following.stored
                     self._sinks.hand_on(following.rows.lineage)
@@ -346,13 +363,17 @@ def rows_of(run: Run) -> Iterator[Row]:
     lineage, saved = following.rows.lineage, run.standing(0, 0.0).history.lineage
     abandoned = branches.abandoned(branches.every(run.store, run.job.name), tip(lineage))
     journaled = contains(lineage, tip(saved)) and not abandoned  # else the run went on without a journal since, or did not go on yet
-    last = 0
-    for row in stored(run.store, run.job.name, lineage if journaled else saved):
-        last = int(row["step"])
-        yield {**row, "final": 1}
-    for row in following.rows.surviving() if journaled else ():
-        if row["step"] > last:
-            yield {**row, "final": int(row["step"] <= following.rows.saved)}
+
+    def found() -> Iterator[Row]:
+        last = 0
+        for row in stored(run.store, run.job.name, lineage if journaled else saved):
+            last = int(row["step"])
+            yield {**row, "final": 1}
+        for row in following.rows.surviving() if journaled else ():
+            if row["step"] > last:
+                yield {**row, "final": int(row["step"] <= following.rows.saved)}
+
+    yield from _with_late(run.store, run.job.name, found())
 
 
 def with_origin(run: Run) -> Iterator[Row]:
@@ -371,7 +392,7 @@ def _of_origin(store: ObjectStore, fork: str, lineage: Lineage) -> Iterator[Row]
     if (origin := forks.origin_of(store, fork)) is None:
         return
     lineage, last = cut(lineage, origin.version), 0
-    for rows in (_of_origin(store, origin.run, lineage), stored(store, origin.run, lineage)):
+    for rows in (_of_origin(store, origin.run, lineage), _with_late(store, origin.run, stored(store, origin.run, lineage))):
         for row in rows:
             if row["step"] > last:
                 last = int(row["step"])

@@ -14,6 +14,7 @@ checkpoints of a fork's origin owe nothing to the fork.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.ids import Version
 from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, contains
+from elastic.runs import metrics
 from storage.documents import seal, unseal
 from storage.errors import Exists
 from storage.numbered import Numbered
@@ -105,6 +107,9 @@ def result(run: Run, debt: Debt) -> dict[str, Any]:
 
 def note_done(run: Run, debt: Debt, about: Mapping[str, Any]) -> bool:
     """Notes that it is done, with its result.  Returns False if somebody else has noted it before."""
+    if debt.kind == VALIDATION:
+        numbers = {"validation_loss": about["mean"], "validation_terms": about["count"], "time": time.time()}
+        metrics.store_validation(run.store, run.job.name, {"step": debt.version.step, "generation": debt.version.generation, **numbers})
     try:
         run.store.put_if_absent(_done(run, debt), seal({"format": FORMAT, **about}))
     except Exists:

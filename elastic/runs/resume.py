@@ -124,9 +124,9 @@ def rewind(run: Run, now: float, version: Version, incarnation: int = 0) -> str:
 def best_of(run: Run) -> tuple[Version, float] | None:
     """Returns the best validated version of the surviving lineage, whether it was saved or not, and its loss; None without any."""
     history = run.standing(0, 0.0).history
+    found = metrics.validations(run, history.lineage, older=history.best is None)
     if history.best is not None:
-        return history.best.version, history.best.found.mean
-    found = metrics.validations(run, history.lineage)
+        found.setdefault(history.best.version, history.best.found.mean)
     if not found:
         return None
     version = min(found, key=lambda each: (isnan(found[each]), found[each], each))  # what is no number is never the best

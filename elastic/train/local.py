@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -279,8 +278,12 @@ class _Local:
         """Performs what is owed, each once; what fails is tried again at the next save."""
         for debt in owed.debts(self.run, self.run.job, self.lineage):
             if not debt.given_up:
-                with suppress(Unavailable, OSError):
-                    self.show_sentence(pay(self.run, self.run.job, debt)[0])
+                try:
+                    said = pay(self.run, self.run.job, debt)[0]
+                except (Unavailable, OSError) as error:
+                    said = f"{debt} is not done: {error}; it is tried again at the next save, and `elastic owed` with --pay does it"
+                if said:
+                    self.show_sentence(said)
 
     def show_said(self) -> None:
         while self.said:

@@ -88,7 +88,7 @@ def debts(run: Run, job: Job, lineage: Lineage | None = None) -> list[Debt]:
         done, failed = _noted(run, kind, lineage)
         given_up = [debt for debt in failed.values() if debt.given_up]
         settled = {*done, *(debt.version for debt in given_up)}
-        due, last = {*known.firsts(every, {version.step // every for version in settled})}, {*known.at(job.steps)}
+        due, last = {*known.firsts(every, {version.step for version in settled})}, {*known.at(job.steps)}
         due = due - last if kind == VALIDATION else due | last  # the members validate the last one
         found += [failed.get(version, Debt(version, kind)) for version in due - settled] + given_up
     return sorted(found)
@@ -192,15 +192,19 @@ class _Good:
         return self._known[step]
 
     def firsts(self, every: int, settled: set[int]) -> list[Version]:
-        """Returns the first good checkpoint at or after each multiple of ``every``, but for the multiples that are ``settled``.
+        """Returns the first good checkpoint at or after each multiple of ``every``, but for those after a step that is ``settled``.
 
-        Later checkpoints do not take the place of one that was settled and is deleted by now.
+        Later checkpoints do not take the place of one that was settled and is deleted by now.  The last step settles none before it.
         """
         periods: dict[int, list[int]] = {}
         for step in self._steps:
             if step // every * every > self._since:
                 periods.setdefault(step // every, []).append(step)
-        found = (next((v for step in steps for v in self.at(step)), None) for number, steps in periods.items() if number not in settled)
+        first: dict[int, int] = {}
+        for step in sorted(settled):
+            first.setdefault(step // every, step)
+        before = ([step for step in steps if step < first.get(number, step + 1)] for number, steps in periods.items())
+        found = (next((v for step in steps for v in self.at(step)), None) for steps in before)
         return [version for version in found if version is not None]
 
 

@@ -99,6 +99,18 @@ def test_what_is_settled_is_not_owed_by_a_later_checkpoint_when_it_is_deleted() 
     assert listed(run) == ["export 22"], "a damaged one owes nothing, and the next one takes its place"
 
 
+def test_the_last_step_settles_nothing_before_it() -> None:
+    """The export of step 20 fails while that of the last step, which is after the same multiple, is made."""
+    run = run_of(steps=25)
+    for step in (10, 20, 25):
+        save(run, step)
+    owed.failed(run, Debt(Version(20, 1), owed.EXPORT), Failure("no such thing"))
+    paid(run, 25)
+    assert listed(run) == ["export 10", "export 20"] == listed(run, run.job.replace(steps=50))
+    paid(run, 10, 20)
+    assert listed(run) == [], "the control"
+
+
 def test_only_one_of_two_that_do_the_same_notes_it_and_the_bytes_are_the_same() -> None:
     run = run_of()
     save(run, 10)

@@ -94,7 +94,8 @@ class Errands:
         """A sentence about the debts that are open or were given up; "" if there are none."""
         self._open: list[Debt] = []
         self._paid = 0
-        self._told_again = False
+        self._told: set[Version] | None = None
+        """The validations that the journal knows, or is told of; None before the first look."""
         self._actor: Any = None
         self._wanted, self._last, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -172,8 +173,7 @@ class Errands:
     def _next(self) -> bool | None:
         """Takes the oldest debt, of those that have failed the least.  Returns whether that succeeded, or None if nothing is owed."""
         try:
-            if not self._told_again:
-                self._tell_again()
+            self._tell_validations()
             self._look()
             spare = self._spare()
             if not (able := [debt for debt in self._open if spare is not None or debt.kind != owed.VALIDATION]):
@@ -227,13 +227,12 @@ class Errands:
         return next(fits, None)
 
     def _validate(self, debt: Debt, spare: WorkerId) -> tuple[str, bool]:
-        """Lets a spare worker validate the checkpoint.  If it gets a seat meanwhile, or is lost, the debt stays."""
+        """Lets a spare worker validate the checkpoint.  If it gets a seat meanwhile, or is lost, or the run ends, the debt stays."""
         failures, until = len(debt.failures), time.monotonic() + HANGS_S
         self.order(spare, debt.version)
         while not self._closing.wait(LOOK_S) and self._is_free(spare):
             done, failed = owed.stands(self.run, debt)
             if done:
-                self.post(Evaluated(debt.version, owed.found(owed.result(self.run, debt))))
                 return "", True
             if failed > failures:
                 return f"{debt} failed on {spare}; its log says why", False
@@ -242,17 +241,25 @@ class Errands:
         return "", False
 
     def _is_free(self, worker: WorkerId) -> bool:
-        """Returns whether the worker is there, and no member of a world."""
+        """Returns whether the worker is there, and no member of a world, of a run that is not over."""
         known = self.known()
-        return worker in known.workers and (known.plan is None or worker not in known.plan.ranks)
+        return not known.over and worker in known.workers and (known.plan is None or worker not in known.plan.ranks)
 
-    def _tell_again(self) -> None:
-        """Posts the validations that no journal may know: an earlier coordinator may have died before it heard of them."""
+    def _tell_validations(self) -> None:
+        """Posts the validations that no journal may know: also of a spare that got a seat or was lost before anybody looked, and those
+        that an earlier coordinator has not heard of before it died.
+        """
+        if owed.VALIDATION not in owed.kinds(self.job):
+            return
         history = self.known().history
-        for debt in owed.done(self.run, owed.VALIDATION, history.lineage) if owed.VALIDATION in owed.kinds(self.job) else ():
-            if history.validated is None or debt.version > history.validated.version:
+        done = owed.done(self.run, owed.VALIDATION, history.lineage)
+        if self._told is None:
+            known = history.validated
+            self._told = {debt.version for debt in done if known is not None and debt.version <= known.version}
+        for debt in done:
+            if debt.version not in self._told:
                 self.post(Evaluated(debt.version, owed.found(owed.result(self.run, debt))))
-        self._told_again = True
+                self._told.add(debt.version)
 
     def _start(self) -> Any:
         node = cluster.freest(self.known().cluster.keepers)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from rich.table import Column, Table
 
 from actors.terminal import console, say
+from elastic.errors import ElasticError
 from elastic.job import Job
 from elastic.protocol.commit_record import told_of
 from elastic.runs import owed as debts_of
 from elastic.runs.run import Run
+from storage.errors import Damaged
 
 
 def owed(job: Job, pay: bool) -> int:
@@ -26,9 +28,12 @@ def owed(job: Job, pay: bool) -> int:
 
         for debt in debts_of.debts(run, its):
             if debt.kind == debts_of.VALIDATION:
-                found = evaluate_here(job, debt.version.step)[1]
-                debts_of.note_done(run, debt, debts_of.validated(found))
-                say(told_of(debt.version.step, found))
+                try:
+                    found = evaluate_here(job, debt.version.step)[1]
+                    debts_of.note_done(run, debt, debts_of.validated(found))
+                    say(told_of(debt.version.step, found))
+                except (ElasticError, Damaged) as error:  # its checkpoint is gone or damaged, or the code is another one; others may work
+                    say(f"{debt} failed: {error}")
             elif said := do(run, run.job, debt)[0]:
                 say(said)
     left = debts_of.debts(run, its)

@@ -159,6 +159,24 @@ def test_what_fails_is_counted_and_given_up_aloud(capsys: pytest.CaptureFixture[
     assert "export of step 10: " in (out := capsys.readouterr().out) and "owes nothing" in out
 
 
+def test_a_validation_that_nobody_can_make_any_more_does_not_keep_the_command_from_the_rest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It was given up, and the rules have deleted its checkpoint since."""
+    run = run_of(tmp_path, steps=20, validation={"every": 10, "by": "spares"}, workers={"spares": 1})
+    for step in (10, 20):
+        save(run, step)
+    for _ in range(3):
+        owed.failed(run, Debt(Version(10, 1), owed.VALIDATION), Failure("out of memory"))
+    run.checkpoints.mark(Version(10, 1), "a test")
+    run.checkpoints.remove(Version(10, 1))
+    assert listed(run) == ["validation 10", "export 20"]
+    assert owed_command.owed(run.job, pay=True) == 1
+    out = capsys.readouterr().out
+    assert "validation of step 10 failed: no good checkpoint at step 10" in out and "export of step 20: " in out
+    assert listed(run) == ["validation 10"]
+
+
 def test_status_and_the_page_list_what_is_owed_and_what_was_given_up(tmp_path: Path) -> None:
     """The control: the same run by a job that asks for nothing."""
     run = run_of(tmp_path / "bucket")

@@ -375,8 +375,8 @@ def test_a_run_that_ends_while_a_spare_validates_does_not_wait_for_it() -> None:
     ordered.errands.finish(True, Inbox(time.monotonic))
 
 
-def test_l1_a_validation_is_told_though_its_spare_gets_a_seat_at_once() -> None:
-    """L1: the result is in the bucket, and nobody has looked for it when the spare takes a dead member's seat."""
+def test_a_validation_is_told_though_its_spare_gets_a_seat_at_once() -> None:
+    """The result is in the bucket, and nobody has looked for it when the spare takes a dead member's seat."""
     ordered = Ordered()
     found = Validated(1.5, 3)
     play, (debt,) = ordered.play, owed.debts(ordered.run, ordered.job)

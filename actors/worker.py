@@ -114,7 +114,7 @@ class Worker:
             return
         checkpoints = forks.checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
-        compiled = compilers.place(self.job, build.code, kind_of(device), compiled_folder())
+        compiled = compilers.place(self.job, build.code, kind_of(device, self.job.attention), compiled_folder())
         try:
             with compiled.kept(self.peers, self.secret) if compiled else contextlib.nullcontext():
                 took = choose_recompute(session, tensors, device)
@@ -125,7 +125,9 @@ class Worker:
             self._cannot_start(error)
             return
         whole = fitting_whole(session.job, tensors, device, took)
-        self._joined = Joined(self.worker, cluster.here(), kind_of(device), classes, build, bytes_by_class(tensors), least, states, whole)
+        self._joined = Joined(
+            self.worker, cluster.here(), kind_of(device, self.job.attention), classes, build, bytes_by_class(tensors), least, states, whole
+        )
         self.report(self._joined)
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)

@@ -106,7 +106,7 @@ def _owed(job: Job) -> Iterator[str]:
     save_every, samples = job.checkpoint.save_every, job.samples
     by_spares = job.validation.every if job.validation.by == "spares" else 0
     if job.validation.by == "spares" and not job.workers.spares:
-        yield "validation.by = 'spares' with workers.spares = 0: nobody would measure it; set workers.spares to 1, or leave validation.by out"
+        yield "validation.by = 'spares' with workers.spares = 0: nobody would measure; set workers.spares to 1, or leave validation.by out"
     for name, every in (("export", job.export.every), ("samples", samples.every), ("validation", by_spares)):
         if every % save_every:
             near = [n for n in (every - every % save_every, every - every % save_every + save_every) if n]

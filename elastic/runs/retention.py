@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from math import isnan
 
 from elastic.control import saves
 from elastic.ids import Version
 from elastic.plan.retention import Found, Keep, reasons, victims, young
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
-from elastic.runs import branches, forks, owed
+from elastic.protocol.lineage import Lineage
+from elastic.runs import branches, forks, metrics, owed
 from elastic.runs.forks import Reference
 from elastic.runs.run import Run
 from storage.checkpoints import Listed
@@ -46,6 +48,8 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: fl
     newest = max(asked.saved, default=None)
     there = [version for version in good if newest is None or version <= newest]
     kept = reasons(there, keep, asked.best, branched, young(there, written(listed), keep, now))
+    if keep.best and (first := _best_told(run, asked.lineage, there)) is not None and "best" not in kept.get(first, ()):
+        kept[first] = (*kept.get(first, ()), "best")
     kept |= {version: (*kept.get(version, ()), "owed") for version in good.intersection(owing)}
     if newest not in kept:
         return Verdict(kept)
@@ -54,6 +58,13 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: fl
     found = [Found(each.version, each.manifest is None and not each.damaged) for each in own if not each.deleted]
     marked = sorted(each.version for each in listed if each.deleted and each.version < newest and each.version not in spared)
     return Verdict(kept, tuple(marked), victims(found, {*kept, *asked.saved}, keep, spared))
+
+
+def _best_told(run: Run, lineage: Lineage, there: Collection[Version]) -> Version | None:
+    """Returns the first checkpoint of ``there`` at or after the best validation in the bucket, which the coordinator may not know yet."""
+    found = metrics.validations(run, lineage, older=False)
+    best = min((version for version in found if not isnan(found[version])), key=lambda each: (found[each], each), default=None)
+    return None if best is None else min((version for version in there if version >= best), default=None)
 
 
 def written(listed: Iterable[Listed]) -> dict[Version, float]:

@@ -18,14 +18,16 @@ from storage.objects import ObjectStore
 FORMAT = 1
 BROKEN_S = 2.0
 """Seconds that a world that broke waits for the last note.  All others wait for this member then; what has no note is only told again."""
+ENDS_S = 20.0
+"""Seconds that a world that ends in peace waits for it; the next one forms meanwhile, and a bucket may be down."""
 
 
 class Effects:
     """Calls the user's functions for each committed step, on world rank 0, and has it noted in the bucket for which they have been called.
 
     Each committed step is told, in order, over kills of any process and over steps that are done again.  A step of which the bucket has the
-    note is never told again.  Those without one, the last that were told, are told once more if the process dies, or if the world breaks
-    and the note takes longer than :data:`BROKEN_S`; the functions can tell by the number.  A branch tells its own steps.
+    note is never told again.  Those without one, the last that were told, are told once more if the process dies, or if the world ends and
+    the note takes longer than :data:`ENDS_S`, or :data:`BROKEN_S`; the functions can tell by the number.  A branch tells its own steps.
     """
 
     def __init__(self, store: ObjectStore, run: str, *, tells: bool) -> None:
@@ -58,9 +60,8 @@ class Effects:
             self._note.stir()
 
     def close(self, *, broken: bool) -> None:
-        """Waits for the last note, so that nobody tells its step again; at most :data:`BROKEN_S` if the world broke."""
-        self._note.close(BROKEN_S if broken else None)
-        if not broken:
+        """Waits for the last note, so that nobody tells its step again; at most :data:`ENDS_S`, or :data:`BROKEN_S` if the world broke."""
+        if self._note.close(BROKEN_S if broken else ENDS_S) and not broken:
             self.committed(self._reached)  # what is known only now
             self._note.write()
 
@@ -87,12 +88,14 @@ class _Note:
         """Lets the thread write what was told, or find out what was; does not wait."""
         self._stirred.set()
 
-    def close(self, patience_s: float | None) -> None:
-        """Lets the thread do what is left to do, once, and waits so many seconds for it; None: as long as the store tries."""
+    def close(self, patience_s: float) -> bool:
+        """Lets the thread do what is left to do, once, and waits so many seconds for it.  Returns whether it has."""
         self._closing = True
         self.stir()
-        if self._thread is not None:
-            self._thread.join(patience_s)
+        if self._thread is None:
+            return True
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
 
     def write(self) -> None:
         """Writes the note, if the bucket does not have it."""

@@ -6,7 +6,8 @@ import os
 import platform
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from tempfile import TemporaryFile
 
 import torch
@@ -134,11 +135,15 @@ def check_folder(folder: str, kind_of_disk: Callable[[str], str] = filesystem) -
     return ""
 
 
-def kind_of(device: torch.device) -> str:
-    """Returns the kind of a worker on ``device``: workers of one kind compute the same bits."""
+def kind_of(device: torch.device, attention: str = "auto") -> str:
+    """Returns the kind of a worker on ``device``: workers of one kind compute the same bits.  ``attention`` is that of the job."""
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # kernels of another capability add in another order
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-    return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    flash = ""
+    if attention == "flash-4":
+        with suppress(PackageNotFoundError):  # what follows says that it is missing
+            flash = f", flash-attn-4 {version('flash-attn-4')}"
+    return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads{flash}"
 
 
 def settled(job: Job) -> Job:

@@ -85,12 +85,13 @@ IMPORTS = {
             *("elastic.sources", "storage.*", *NAMES),
         )
     ),
-    "elastic.runs.owed": Row(("elastic.job", "elastic.protocol.*", "elastic.runs.run", "storage.*", *NAMES)),
+    "elastic.runs.owed": Row(("elastic.job", "elastic.protocol.*", "elastic.runs.metrics", "elastic.runs.run", "storage.*", *NAMES)),
     "elastic.runs.retention": Row(
         (
             *(
                 "elastic.runs.branches",
                 "elastic.runs.forks",
+                "elastic.runs.metrics",
                 "elastic.runs.owed",
                 "elastic.control.saves",
                 "elastic.protocol.*",

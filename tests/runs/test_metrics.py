@@ -25,8 +25,9 @@ from elastic.protocol.commit_record import GO_ON, Outcome, Usage, Validated
 from elastic.protocol.events import StepDone, Work
 from elastic.report.metrics import Row, csv_table, json_line, row_from, row_of, version_of
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import metrics, resume
+from elastic.runs import metrics, owed, resume
 from elastic.runs.metrics import Following, places, rows_of, store_rows, stored
+from elastic.runs.owed import Debt
 from elastic.runs.run import Run
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
@@ -211,6 +212,29 @@ def test_l2_a_validation_is_in_the_row_of_the_step_whose_state_it_is_of(tmp_path
     assert at(10) == [*range(1, 11)]
     found = {line["step"]: line["validation_loss"] for line in lines(run) if "validation_loss" in line}
     assert found == {5: 1.5, 10: 1.25}
+
+
+def test_l2_a_row_waits_for_a_spare_but_not_when_the_run_ends_and_what_comes_late_is_joined_to_it(tmp_path: Path) -> None:
+    """L2: no row is lost, and readers and ``run@best`` know what was measured later.  The control: before, no reader does."""
+    spares = {"validation": {"every": 5, "by": "spares"}, "workers": {"spares": 1}, "checkpoint": {"save_every": 5}}
+    run = Run.open(toy_job(tmp_path / "bucket", steps=100, **spares))
+    play = Written(stepping(1, save_every=5, target_step=100), run, tmp_path / "local")
+    following = Following(run)
+    play.steps(1, 10)
+    play.save(Version(10, 1), "w1")
+    play.ship()
+    following.read()
+    following.store_final()
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4], "row 5 waits"
+    following.store_final(closing=True)
+    assert [line["step"] for line in lines(run)] == [*range(1, 11)]
+    assert resume.best_of(run) is None and not any("validation_loss" in row for row in rows_of(run)), "the control"
+    for step, loss in ((5, 2.0), (10, 1.0)):
+        owed.note_done(run, Debt(Version(step, 1), owed.VALIDATION), owed.validated(Validated(4 * loss, 4)))
+    found = {row["step"]: (row["validation_loss"], row["validation_terms"]) for row in rows_of(run) if "validation_loss" in row}
+    assert found == {5: (2.0, 4), 10: (1.0, 4)}
+    run.commit(Version(10, 1), write(run.checkpoints, Version(10, 1), state_of(TENSORS[:1], seed=1), 1), ((1, 10),), Layout())
+    assert resume.best_of(run) == (Version(10, 1), 1.0)
 
 
 class Counting(Forwarding):

@@ -21,7 +21,7 @@ from elastic.protocol.lineage import Lineage, extended
 from elastic.runs import branches, forks, owed
 from elastic.runs.forks import Origin
 from elastic.runs.owed import DEATHS, Debt, Failure
-from elastic.runs.retention import collect
+from elastic.runs.retention import collect, judge
 from elastic.runs.run import Run
 from elastic.train.errands import pay
 from storage.objects import ObjectStore
@@ -77,7 +77,7 @@ def test_spares_owe_validations_but_that_of_the_last_step() -> None:
     assert owed.stands(run, debt) == (False, 0) and owed.done(run, owed.VALIDATION, ((1, 20),)) == []
     owed.failed(run, debt, Failure("no such thing"))
     assert owed.stands(run, debt) == (False, 1)
-    assert owed.note_done(run, debt, owed.validated(Validated(0.1, 3))) and not owed.note_done(run, debt, {})
+    assert [owed.note_done(run, debt, owed.validated(Validated(0.1, 3))) for _ in range(2)] == [True, False]
     assert owed.stands(run, debt) == (True, 1) and listed(run) == [] and owed.done(run, owed.VALIDATION, ((1, 20),)) == [debt]
     assert owed.found(owed.result(run, debt)) == Validated(0.1, 3)
     control = run.job.replace(validation={"every": 10})
@@ -109,6 +109,18 @@ def test_the_last_step_settles_nothing_before_it() -> None:
     assert listed(run) == ["export 10", "export 20"] == listed(run, run.job.replace(steps=50))
     paid(run, 10, 20)
     assert listed(run) == [], "the control"
+
+
+def test_l7_the_best_stays_before_the_coordinator_knows_of_it() -> None:
+    """L7: the coordinator asks for a round with the best that it knows.  The control: a worse validation keeps nothing."""
+    spares = {"validation": {"every": 10, "by": "spares"}, "workers": {"spares": 1}, "export": {"every": 0}}
+    run = run_of(checkpoint={"save_every": 2, "keep_last": 2, "keep_best": True}, **spares)
+    versions = [save(run, step) for step in (10, 20, 30, 36)]
+    for version, loss in zip(versions, (5.0, 1.0, 9.0), strict=False):
+        owed.note_done(run, Debt(version, owed.VALIDATION), owed.validated(Validated(loss, 1)))
+    asked = Retain(tuple(versions), ((1, 36),), versions[0], ())
+    kept = judge(run, run.job.keep(), asked, run.checkpoints.versions(), 0.0).kept
+    assert {version.step: names for version, names in kept.items()} == {36: ("newest", "last"), 30: ("last",), 20: ("best",), 10: ("best",)}
 
 
 def test_only_one_of_two_that_do_the_same_notes_it_and_the_bytes_are_the_same() -> None:

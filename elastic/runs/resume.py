@@ -33,7 +33,7 @@ class Start:
     """The settings in which a fork differs from the run that it comes from."""
 
     said: str = ""
-    """The sentence about a checkpoint from which the run has gone on already."""
+    """The sentence about a checkpoint from which the run has gone on already; or what follows the one about the other run's checkpoint."""
 
     @property
     def setting(self) -> str:
@@ -50,9 +50,9 @@ class Start:
         store, name = ObjectStore.open(self.job.bucket), self.job.name
         forks.begin(store, self.job, self.origin, self.changed)
         if self.job.init:
-            return f"{name} begins at step 0 with the weights of {self.origin}"
+            return f"{name} begins at step 0 with the weights of {self.origin}{self.said}"
         what = ", ".join(f"{key} = {there!r} there and {here!r} here" for key, (there, here) in self.changed.items())
-        return f"{name} goes on from {self.origin}: {what or 'with the same settings'}"
+        return f"{name} goes on from {self.origin}: {what or 'with the same settings'}{self.said}"
 
 
 def start_of(job: Job, resume: str | int = LATEST) -> Start:
@@ -159,18 +159,27 @@ def _fork(job: Job, name: str, which: str) -> Start:
     if version.step > job.steps:
         raise JobError(f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; ask for more steps")
     job = job.after(ended(found.stretches(), version.step))
-    return Start(job, origin=Origin(name, version), changed={key: list(pair) for key, pair in branches.changed(job, found).items()})
+    changed = {key: list(pair) for key, pair in branches.changed(job, found).items()}
+    return Start(job, origin=Origin(name, version), changed=changed, said=_instead(other, which, version))
+
+
+def _instead(run: Run, which: str, version: Version) -> str:
+    """Returns the end of a sentence that says that ``version`` is not the best, but the next one of which there is a checkpoint."""
+    if which != "best" or (found := best_of(run)) is None or found[0] == version:
+        return ""
+    return f"; the best validation was after step {found[0].step}, of which there is no checkpoint"
 
 
 def _warm(job: Job) -> Start:
     name, which = checkpoint_of(job.init)
     if name == job.name:
         raise JobError(f"init = {job.init!r} names the run itself; name another one, or `elastic train --resume` a step of this run")
-    version = checkpoint(Run.begun(job.replace(name=name, init="")), which)
+    other = Run.begun(job.replace(name=name, init=""))
+    version = checkpoint(other, which)
     if not version.step:
         raise JobError(f"init = {job.init!r}: nothing was trained by then; leave it out")
     origin = Origin(name, version)
-    return Start(job.replace(init=origin.word), origin=origin)
+    return Start(job.replace(init=origin.word), origin=origin, said=_instead(other, which, version))
 
 
 def _check_same(job: Job, name: str, which: str) -> None:

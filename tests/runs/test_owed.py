@@ -21,6 +21,7 @@ from elastic.protocol.lineage import Lineage, extended
 from elastic.runs import branches, forks, owed
 from elastic.runs.forks import Origin
 from elastic.runs.owed import DEATHS, Debt, Failure
+from elastic.runs.resume import LATEST, start_of
 from elastic.runs.retention import collect, judge
 from elastic.runs.run import Run
 from elastic.train.errands import pay
@@ -121,6 +122,22 @@ def test_l7_the_best_stays_before_the_coordinator_knows_of_it() -> None:
     asked = Retain(tuple(versions), ((1, 36),), versions[0], ())
     kept = judge(run, run.job.keep(), asked, run.checkpoints.versions(), 0.0).kept
     assert {version.step: names for version, names in kept.items()} == {36: ("newest", "last"), 30: ("last",), 20: ("best",), 10: ("best",)}
+
+
+def test_l5_another_checkpoint_than_the_best_is_not_taken_in_silence() -> None:
+    """L5: the control is the best itself, while there is a checkpoint of it."""
+    run = run_of(export={})
+    versions = [save(run, step) for step in (10, 20)]
+    for version, loss in zip(versions, (1.0, 5.0), strict=True):
+        owed.note_done(run, Debt(version, owed.VALIDATION), owed.validated(Validated(loss, 1)))
+    for name, init, said in (("one", "", ""), ("two", "toy@best", "")):
+        job = run.job.replace(name=name, init=init)
+        assert said == start_of(job, LATEST if init else "toy@best").said
+    run.checkpoints.mark(versions[0], "the test")
+    run.checkpoints.remove(versions[0])
+    for name, init in (("three", ""), ("four", "toy@best")):
+        told = start_of(run.job.replace(name=name, init=init), LATEST if init else "toy@best").begin()
+        assert told.endswith("; the best validation was after step 10, of which there is no checkpoint") and "step 20" in told
 
 
 def test_only_one_of_two_that_do_the_same_notes_it_and_the_bytes_are_the_same() -> None:

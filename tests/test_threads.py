@@ -80,7 +80,7 @@ def test_a_coordinator_watches_the_cluster_on_after_an_error_that_is_not_ray_s(m
     one.replicas = SimpleNamespace(ask_head=lambda actor: None)
     one.group = SimpleNamespace(coordinator=None, keepers={}, keep=lambda node: kept.set())
     one.story = SimpleNamespace(say=lambda now, sentence: said.append(sentence))
-    one.exported = SimpleNamespace(run=lambda state, steps: None)
+    one.exported, one.errands = SimpleNamespace(run=lambda state, steps: None), SimpleNamespace(begin=lambda: None)
     one.state, one.job = None, SimpleNamespace(steps=1)
     one._begin_to_watch()
     assert kept.wait(PATIENCE_S)

@@ -234,7 +234,7 @@ class Nameless:
 
 def test_a_dataset_must_have_a_fingerprint(tmp_path: Path) -> None:
     job = job_on(tmp_path, "", data={"dataset": "tests.train.test_preflight:Nameless"})
-    with pytest.raises(DataError, match=r"^data\.dataset = 'tests\.train\.test_preflight:Nameless' has no fingerprint\(\); see the class"):
+    with pytest.raises(DataError, match=r"^data\.dataset = 'tests\.train\.test_preflight:Nameless' has no fingerprint\(\); a dataset has"):
         preflight(job)
 
 

@@ -235,8 +235,8 @@ def ends(ranks: Ranks, folder: Path, before: int) -> dict[str, float]:
 def check_ends(found: dict[str, float]) -> None:
     for precision in ("fp8", "fp8-rowwise"):
         assert found[precision] != found["bf16"]
-        assert found[precision] == pytest.approx(found["bf16"], rel=0.01), found
-        assert found[f"{precision}, frozen"] != pytest.approx(found["bf16"], rel=0.01), found
+        assert found[precision] == pytest.approx(found["bf16"], rel=0.01, abs=0), found
+        assert found[f"{precision}, frozen"] != pytest.approx(found["bf16"], rel=0.01, abs=0), found
 
 
 def test_the_loss_in_fp8_is_that_of_bf16(ranks: Ranks, tmp_path: Path) -> None:
@@ -245,6 +245,6 @@ def test_the_loss_in_fp8_is_that_of_bf16(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_loss_in_fp8_is_that_of_bf16_after_2000_steps(ranks: Ranks, tmp_path: Path) -> None:
-    """E5: 200 steps from a checkpoint of 2,000 steps in bf16."""
-    check_ends(ends(ranks, tmp_path, 2000))
+def test_the_loss_in_fp8_is_that_of_bf16_after_steps_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
+    """E5: 200 steps from a checkpoint of 100 steps in bf16.  After 2,000 a toy knows its data by heart, and its loss says nothing."""
+    check_ends(ends(ranks, tmp_path, 100))

@@ -89,8 +89,7 @@ def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:
     """Sets how ``model`` attends and computes its loss, if it lets the engine choose (as :class:`elastic.models.llama.Llama` does)."""
     if job.numerics < KERNELS_SINCE:
         return
-    dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
-    flex = Kernel.FLEX if job.compile and device.type == "cuda" and not dropout else Kernel.TORCH
+    flex = Kernel.FLEX if job.compile and device.type == "cuda" and not has_dropout(model) else Kernel.TORCH
     plain = flex if job.reproducible else Kernel.TORCH
     if job.attention == "flash-4" and device.type == "cuda":
         plain = Kernel.FLASH_4
@@ -98,6 +97,11 @@ def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:
     for name, value in {"fuses_loss": fuses, "attends": plain, "attends_in_documents": flex}.items():
         if hasattr(model, name):
             setattr(model, name, value)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Returns whether any layer of the model drops values."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def _open_flash_4() -> None:

@@ -117,11 +117,10 @@ def store_validation(store: ObjectStore, run: str, row: Row) -> None:
 
 def _with_late(store: ObjectStore, run: str, rows: Iterable[Row]) -> Iterator[Row]:
     """Yields the rows, those whose validation was made after they were stored with its numbers."""
-    prefix = f"{run}/validations/"
-    names = {tuple(map(int, key.removeprefix(prefix).split("-", 2)[:2])): key for key in store.list(prefix)}
+    told = _told(store, run)
     for row in rows:
-        if "validation_loss" not in row and (key := names.get((row["step"], row["generation"]))) is not None:
-            found = row_from(store.get(key).decode())
+        if "validation_loss" not in row and (late := told.get(version_of(row))) is not None:
+            found = row_from(store.get(late[0]).decode())
             row = {**row, **{name: found[name] for name in ("validation_loss", "validation_terms") if name in found}}
         yield row
 
@@ -131,15 +130,20 @@ def _name_of(row: Row) -> str:
     return f"{row['step']:012d}-{row['generation']:06d}-{float(row['validation_loss'])!r}.json"
 
 
+def _told(store: ObjectStore, run: str) -> dict[Version, tuple[str, float]]:
+    """Returns the object of each validation, and the loss that its name says."""
+    keys = list(store.list(f"{run}/validations/"))
+    parts = [PurePosixPath(key).name.removesuffix(".json").split("-", 2) for key in keys]
+    return {Version(int(step), int(generation)): (key, float(loss)) for key, (step, generation, loss) in zip(keys, parts, strict=True)}
+
+
 def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Version, float]:
     """Returns the loss of each stored validation of ``lineage``.  Reads no rows but those that an older release has stored, if ``older``.
 
     That one wrote no objects for validations, so what is missing are the validations before the first object, where any was due.
     """
     store, name, job = run.store, run.job.name, jobs(run)
-    there = [PurePosixPath(key).name.removesuffix(".json").split("-", 2) for key in store.list(f"{name}/validations/")]
-    told = {Version(int(step), int(generation)): float(loss) for step, generation, loss in there}
-    found = {version: loss for version, loss in told.items() if contains(lineage, version)}
+    found = {version: loss for version, (_, loss) in _told(store, name).items() if contains(lineage, version)}
     first = min((version.step for version in found), default=None)
     for place in places(store, name) if older else ():
         asked = job(Version(place.step, place.generation))

@@ -22,7 +22,7 @@ from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.kept import reader_of_fp8
 from elastic.engine.optim.trial import check_rule
 from elastic.engine.paged import RESIDENT
-from elastic.engine.parallelize import apply_kernels, sharding_table
+from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table
 from elastic.engine.precision import PRECISIONS
 from elastic.engine.spikes import QUARANTINE, number_in
 from elastic.errors import DataError, JobError, ModelError
@@ -387,10 +387,9 @@ def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
     apply_kernels(model, torch.device("cuda"), job)
     packed, own = getattr(dataset, "documents", False) is True, getattr(model, "attends", None)
     if job.attention == "flash-4":
-        dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
         reasons = {
             f"{job.model!r} attends by itself": own is None,
-            "the model has dropout": dropout,
+            "the model has dropout": has_dropout(model),
             "data.args.documents = true keeps documents apart": packed,
         }
         for reason in (reason for reason, holds in reasons.items() if holds):

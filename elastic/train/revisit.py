@@ -106,13 +106,13 @@ def _restored(
     version = Version(0, 0) if step == 0 else run.version_at(step)
     its = _with_objects(its, job).replace(workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
     device = prepare_process(its)
-    then = run.made(version.step if made is None else made)
-    code = sources_of(_with_objects(run.job_of(then.step), job).code())
-    run.check_code_of(then, code, accept=accept_code, looks=True)
     with TemporaryDirectory() as folder:
         session = make_session(its, Counters(Path(folder) / "counters", create=True))
         fence = ApplyFence(Member(WORKER))
         try:
+            then = run.made(version.step if made is None else made)
+            code = sources_of(_with_objects(run.job_of(then.step), job).code())
+            run.check_code_of(then, code, accept=accept_code, looks=True)
             with _alone(session, device, run.checkpoints, version, fence) as state:
                 yield session, state, fence
         finally:

@@ -50,6 +50,8 @@ class Mutant:
 
     def advance(self) -> Advance:
         """Returns the mutated ``advance``.  Raises :class:`LookupError` if a substitution no longer applies."""
+        for stale in [name for name in sys.modules if name.split(".")[0] == self._package]:  # of another mutant of this name
+            del sys.modules[stale]
         sys.modules[self._package] = ModuleType(self._package)
         advance: Advance = self._copied("machine").advance
         unread = [edit.module for edit in self.edits if f"{self._package}.{edit.module}" not in sys.modules]

@@ -159,6 +159,7 @@ def rerun(known: Namespace) -> int:
     for index, (loss, count, ids) in enumerate(zip(now.losses, now.counts, now.samples, strict=True)):
         named = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
         told = "not known" if then is None else "the same bits" if then.losses[index] == loss else f"{then.losses[index]:g}"
+        told += ", left out" if then is not None and index in then.left_out else ""
         table.add_row(str(index), named, f"{loss:g}", f"{count:g}", told)
     console.print(table)
     if now.layers:

@@ -446,7 +446,7 @@ _LATER: dict[str, dict[str, Any]] = {
     "schedule": {"decay_steps": 0, "args": {}},
     "batch_ramp": {"start": 0, "increment": 0, "samples": 0},
     "reduction": {"block": 1, "wire": "fp32"},
-    "spikes": {"action": "none", "z": 6.0, "window": 128},
+    "spikes": {"action": "none", "z": 6.0, "window": 128, "microbatch_z": 0.0},
 }
 """The settings that came after the first release, by section, each with the value that stands for the behaviour before.
 

@@ -39,7 +39,7 @@ def disagreements(job: Job) -> Iterator[str]:
             "data.group_by_length = true with compile = true and reproducible = true: what is compiled for a length depends on which "
             "lengths a process has seen before; leave one of the three out"
         )
-    for more in (_schedule, _ramp, _weights, _attention, _owed):
+    for more in (_schedule, _ramp, _weights, _attention, _owed, _spikes):
         yield from more(job)
     yield from _unused(job.optim)
     if job.parallel.zero == 0 and (job.parallel.dp_shard not in (1, "auto") or job.parallel.min_shard > 1):
@@ -160,6 +160,14 @@ def _attention(job: Job) -> Iterator[str]:
         yield "attention = 'flash-4' is for 16 bits, and precision = 'fp32'; set it to 'bf16', or attention to 'auto'"
     if job.numerics < KERNELS_SINCE:
         yield f"attention = 'flash-4' is not in numerics = {job.numerics}; set attention to 'auto', or begin a new run without numerics"
+
+
+def _spikes(job: Job) -> Iterator[str]:
+    if job.spikes.microbatch_z and job.spikes.action not in ("skip", "quarantine"):
+        yield (
+            f"spikes.microbatch_z = {job.spikes.microbatch_z:g} with spikes.action = {job.spikes.action!r}, which leaves nothing out; set "
+            f"the action to 'quarantine' or 'skip', or microbatch_z to 0"
+        )
 
 
 def _schedule(job: Job) -> Iterator[str]:

@@ -315,7 +315,7 @@ class Spikes(Part):
 
     The score is the distance from the median, in robust standard deviations: 1.4826 × the median absolute deviation, at least 1% of the
     median.  That of a norm is of its logarithm.  A step is judged as a whole, so one noisy sample among many good ones may raise neither
-    far enough, and is not found.
+    far enough, and is not found; ``microbatch_z`` is for that.
     """
 
     action: Branch[Literal["none", "warn", "skip", "quarantine", "forget"]] = "none"
@@ -329,6 +329,12 @@ class Spikes(Part):
     """Score above which a step is a spike."""
     window: Branch[Annotated[Whole, Field(ge=8)]] = 128
     """Number of steps with which a step is compared, those before it that were not skipped.  Until there are as many, none is a spike."""
+    microbatch_z: Branch[Annotated[Number, Field(ge=0)]] = 0.0
+    """Score above which a microbatch is left out of its own step; 0: none is.  Its loss is compared with those of the newest 1,024
+    microbatches, once there are ``window`` steps.  The step counts all others as if this one had not been there, and with ``quarantine``
+    its samples are not read again.  If more than half of a step would be left out, the step is skipped.  Use it where all samples are
+    alike: a seldom kind of sample whose loss is always high, such as a rare language, would be left out, too.
+    """
 
     @property
     def off(self) -> bool:

@@ -46,7 +46,7 @@ def step_done(decision: Decision, event: StepDone) -> None:
 
 def _complete_the_quarantine(decision: Decision, event: StepDone) -> None:
     """Takes note of the samples in quarantine that nobody has told this coordinator of: an earlier one was, or an earlier run."""
-    skips = decision.run.skips.completed(event.quarantined)
+    skips = decision.run.skips.completed(event.quarantined, event.quarantined_by)
     if more := len(skips.quarantined) - len(decision.run.skips.quarantined):
         decision.know(skips=skips)
         decision.say(f"the state has {more} sample{'s' * (more > 1)} in quarantine that the journal did not know of")

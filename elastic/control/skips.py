@@ -70,14 +70,15 @@ class Skips:
             quarantined=tuple((sample, since) for sample, since in self.quarantined if since <= step),
         )
 
-    def completed(self, listed: Sequence[tuple[int, int]]) -> Skips:
+    def completed(self, listed: Sequence[tuple[int, int]], applied: Sequence[int] = ()) -> Skips:
         """Returns the skips with those samples in quarantine that only the state knows, which members have ``listed``.
 
-        The steps that put them there were skipped, so they count, too.  Why is not known, so they may have been spikes.
+        The steps that put them there were skipped, but for those that were ``applied``, so they count, too.  Why is not known, so they may
+        have been spikes.
         """
         known, found = dict(self.quarantined), self
         missing = tuple((sample, since) for sample, since in listed if sample not in known)
-        for step in sorted({since for _, since in missing}):
+        for step in sorted({since for _, since in missing}.difference(applied)):
             if not any(first <= step <= last for first, last in found.stretches):
                 found = replace(found._with(step), spikes=tuple(sorted((*found.spikes, step)))[-KEPT:])
         whole = sorted((*self.quarantined, *missing), key=lambda pair: pair[1])
@@ -113,7 +114,9 @@ def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tupl
         skips = replace(skips, quarantined=(*skips.quarantined, *new))
     apart = f"; samples {_listed(outcome.quarantined)} are in quarantine from now on" if new else ""
     if outcome.applies or (outcome.rescales and not strange):
-        return skips, f"step {outcome.step} is a spike: {_height(outcome, outcome.spike)}{apart}" if outcome.spike else ""
+        said = [f"is a spike: {_height(outcome, outcome.spike)}"] if outcome.spike else []
+        said += [f"leaves out {_bad(outcome, outcome.left_out)}"] if outcome.left_out else []
+        return skips, f"step {outcome.step} {' and '.join(said)}{apart}" if said else ""
     skips = skips._with(outcome.step)
     if outcome.spike is not None:
         skips = replace(skips, spikes=(*skips.spikes, outcome.step)[-KEPT:])
@@ -139,6 +142,13 @@ def _cause(outcome: Outcome, strange: list[int]) -> str:
     named = [f"microbatch {index} is {outcome.losses[index]:g} (samples {_listed(outcome.samples[index])})" for index in strange[:SHOWN]]
     more = f", and {len(strange) - SHOWN} more are not finite" if len(strange) > SHOWN else ""
     return f"the loss of {', of '.join(named)}{more}"
+
+
+def _bad(outcome: Outcome, left_out: Sequence[int]) -> str:
+    means = {index: outcome.losses[index] / max(outcome.counts[index], 1) for index in left_out[:SHOWN]}
+    named = ", ".join(f"microbatch {index} (loss {mean:.4g}, samples {_listed(outcome.samples[index])})" for index, mean in means.items())
+    more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
+    return f"{named}{more} of {len(outcome.losses)}: above {outcome.most_loss:.4g} no loss counts (spikes.microbatch_z)"
 
 
 def _height(outcome: Outcome, spike: Spike) -> str:

@@ -22,23 +22,28 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.spikes import SpikeRule
 from storage.slices import Tensor
 
-HISTORY, QUARANTINE = "spikes.history", "spikes.quarantine"
+HISTORY, QUARANTINE, MEANS = "spikes.history", "spikes.quarantine", "spikes.microbatches"
 """The tensors.
 
 A row of the history is (1, loss, norm) of a step, newest last.  A row of the quarantine is (sample, first step that does not read it),
 oldest first.  In a mixture with weights the step is negative, for a sample that is replaced by one of its own source.  Earlier versions
-wrote the step itself there and replaced the sample by one of any source; such a row still means that.  Rows of zeros stand for nothing.
+wrote the step itself there and replaced the sample by one of any source; such a row still means that.  Of a sample whose step was applied
+without its microbatch there is -1 - sample.  A row of the microbatches, which are there with ``microbatch_z``, is (1, mean loss), newest
+last.  Rows of zeros stand for nothing.
 """
 DTYPES = {"F64": torch.float64, "I64": torch.int64}
 MOST = 10_000
 """Largest number of samples in quarantine.  A data set with more of them needs cleaning."""
+NEWEST = 1024
+"""Number of microbatches with which one is compared."""
 
 
 def tensors_of(job: Job) -> tuple[Tensor, ...]:
     """Returns the tensors that the job adds to the state."""
     if job.spikes.off:
         return ()
-    return Tensor(HISTORY, "scalar", "F64", (job.spikes.window, 3)), Tensor(QUARANTINE, "scalar", "I64", (MOST, 2))
+    found = Tensor(HISTORY, "scalar", "F64", (job.spikes.window, 3)), Tensor(QUARANTINE, "scalar", "I64", (MOST, 2))
+    return (*found, Tensor(MEANS, "scalar", "F64", (NEWEST, 2))) if job.spikes.microbatch_z else found
 
 
 def number_in(quarantine: bytearray | memoryview) -> int:
@@ -47,11 +52,15 @@ def number_in(quarantine: bytearray | memoryview) -> int:
 
 
 class _Known(NamedTuple):
-    """The values in the tensors: the past, the samples in quarantine, and those of them that are replaced by samples of any source."""
+    """The values in the tensors: the past, the mean losses of microbatches, the samples in quarantine, those of them that are replaced by
+    samples of any source, and those whose step was applied.
+    """
 
     past: list[tuple[float, float]]
+    means: list[float]
     quarantined: dict[int, int]
     anywhere: frozenset[int]
+    applied: frozenset[int]
 
 
 class Spikes:
@@ -60,7 +69,9 @@ class Spikes:
     def __init__(self, job: Job, tensors: Mapping[str, torch.Tensor]) -> None:
         """``tensors`` are those of the state, by name."""
         action = job.spikes.action
-        self.rule = SpikeRule(job.spikes.window, job.spikes.z, action in ("skip", "quarantine"), action == "quarantine")
+        self.rule = SpikeRule(
+            job.spikes.window, job.spikes.z, action in ("skip", "quarantine"), action == "quarantine", job.spikes.microbatch_z
+        )
         self._tensors = {} if job.spikes.off else tensors
         self._weighted = bool(job.data.weights)
         self._known: _Known | None = None
@@ -74,10 +85,22 @@ class Spikes:
         """Returns the samples in quarantine, oldest first, each with the step that put it there."""
         return {sample: first - 1 for sample, first in self.quarantined.items()}
 
+    def applied_all_the_same(self) -> tuple[int, ...]:
+        """Returns those of the steps of :meth:`put_there` that were applied, in order."""
+        known = self._read()
+        return tuple(sorted({known.quarantined[sample] - 1 for sample in known.applied}))
+
     @property
     def anywhere(self) -> Collection[int]:
         """The samples in quarantine that are replaced by samples of any source; all others are by samples of their own."""
         return self._read().anywhere
+
+    def most_loss(self) -> float | None:
+        """Returns the largest mean loss of a microbatch that counts in the next step; None if each does."""
+        if not self.rule.microbatch_z:
+            return None
+        known = self._read()
+        return spikes.most_loss(known.past, known.means, self.rule)
 
     def judged(self, outcome: Outcome, sizes: Sequence[int]) -> Outcome:
         """Returns the outcome of a step, before it is applied, with the spike that it is.
@@ -89,7 +112,7 @@ class Spikes:
         if not self._tensors:
             return outcome
         known = self._read()
-        outcome = spikes.judged(known.past, outcome, self.rule)
+        outcome = spikes.judged(known.past, outcome, self.rule, self.most_loss())
         if outcome.quarantined:
             self._refuse_too_many(outcome, sizes)
         return outcome
@@ -111,22 +134,28 @@ class Spikes:
         """Notes a step that is applied, or skipped."""
         if not self._tensors:
             return
-        before, quarantined, anywhere = self._read()
-        past = spikes.after(before, outcome, self.rule)
-        if past != before:
-            history = self._tensors[HISTORY]
-            history[len(history) - len(past) :] = torch.tensor([(1.0, *each) for each in past], dtype=torch.float64)
+        known = self._read()
+        past, means, quarantined = spikes.after(known.past, outcome, self.rule), known.means, known.quarantined
+        if past != known.past:
+            self._tensors[HISTORY][-len(past) :] = torch.tensor([(1.0, *each) for each in past], dtype=torch.float64)
+        if self.rule.microbatch_z and (means := spikes.means_after(means, outcome, NEWEST)):
+            self._tensors[MEANS][-len(means) :] = torch.tensor([(1.0, each) for each in means], dtype=torch.float64)
         new = {sample: outcome.step + 1 for sample in outcome.quarantined if sample not in quarantined}
         if new:
-            rows = self._tensors[QUARANTINE][len(quarantined) : len(quarantined) + len(new)]
-            rows.copy_(torch.tensor([(sample, -step if self._weighted else step) for sample, step in new.items()], dtype=torch.int64))
-        self._known = _Known(past, quarantined | new, anywhere if self._weighted else frozenset({*anywhere, *new}))
+            rows, signs = self._tensors[QUARANTINE], -1 if self._weighted else 1
+            written = [(-1 - sample if outcome.applies else sample, signs * step) for sample, step in new.items()]
+            rows[len(quarantined) : len(quarantined) + len(new)] = torch.tensor(written, dtype=torch.int64)
+        anywhere = known.anywhere if self._weighted else known.anywhere.union(new)
+        applied = known.applied.union(new) if outcome.applies else known.applied
+        self._known = _Known(past, means, quarantined | new, anywhere, applied)
 
     def _read(self) -> _Known:
         if self._known is None:
             past = [(loss, norm) for known, loss, norm in self._tensors[HISTORY].tolist() if known] if self._tensors else []
+            means = [mean for known, mean in self._tensors[MEANS].tolist() if known] if MEANS in self._tensors else []
             rows = self._tensors[QUARANTINE] if self._tensors else torch.empty((0, 2), dtype=torch.int64)
-            written = dict(rows[rows[:, 1] != 0].tolist())
-            quarantined = {sample: abs(step) for sample, step in written.items()}
-            self._known = _Known(past, quarantined, frozenset(sample for sample, step in written.items() if step > 0))
+            written = [(max(each, -1 - each), each < 0, step) for each, step in rows[rows[:, 1] != 0].tolist()]
+            quarantined = {sample: abs(step) for sample, _, step in written}
+            anywhere = frozenset(sample for sample, _, step in written if step > 0)
+            self._known = _Known(past, means, quarantined, anywhere, frozenset(sample for sample, applied, _ in written if applied))
         return self._known

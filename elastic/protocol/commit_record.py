@@ -178,8 +178,8 @@ class Outcome:
     that member; without ranks nothing was measured, as in the journals of older versions.  Outcomes are equal whatever
     was measured.  ``validated`` is what the state before this step has lost on held-out samples; None if it was not to be validated.
     ``rescales`` says that the gradient is not finite and the scale of the loss becomes smaller, so that a later step may be finite.
-    ``spike`` says that the step is a spike (``[spikes]``), and ``quarantined`` has the samples that no later step reads, because of it or
-    because their loss is not finite.
+    ``spike`` says that the step is a spike (``[spikes]``), and ``quarantined`` has the samples that no later step reads, because of it,
+    because their loss is not finite, or because their microbatch is one of those ``left_out``.
     """
 
     step: int
@@ -202,6 +202,8 @@ class Outcome:
     rescales: bool = False
     spike: Spike | None = None
     quarantined: tuple[int, ...] = ()
+    most_loss: float | None = None
+    """The largest mean loss of a microbatch that counts, if one is larger.  The gradients of such microbatches were multiplied by 0."""
     lr: float | None = field(default=None, compare=False)
     """The learning rate of the step, if a schedule of the user's says it; None if whoever knows the job can compute it."""
     layers: tuple[tuple[str, float], ...] = field(default=(), compare=False)
@@ -215,16 +217,24 @@ class Outcome:
         """True if the step changes weights: its gradient is finite, and it is no spike that is skipped."""
         return self.finite and not (self.spike is not None and self.spike.skipped)
 
+    @cached_property
+    def left_out(self) -> tuple[int, ...]:
+        """The microbatches that do not count, in order."""
+        most = self.most_loss
+        return () if most is None else tuple(index for index, loss in enumerate(self.losses) if not loss <= most * self.counts[index])
+
     @property
     def tokens(self) -> int:
-        return sum(self.counts)
+        """The number of valid tokens, without those of the microbatches that are left out."""
+        return sum(self.counts) - sum(self.counts[index] for index in self.left_out)
 
     @property
     def loss(self) -> float:
-        """The mean loss over the step's valid tokens, added in microbatch order."""
-        total = 0.0
-        for part in self.losses:
-            total += part
+        """The mean loss over these tokens, added in microbatch order."""
+        total, left_out = 0.0, self.left_out
+        for index, part in enumerate(self.losses):
+            if index not in left_out:
+                total += part
         return total / max(self.tokens, 1)
 
     @property

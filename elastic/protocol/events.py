@@ -180,6 +180,8 @@ class StepDone:
     """All samples in quarantine after the step, each with the step that put it there.  They are told with the first step that a member
     reports in a world, or to a coordinator, which may not know what an earlier one did; with other steps there are none.
     """
+    quarantined_by: tuple[int, ...] = ()
+    """The steps in ``quarantined`` that were applied, without the microbatches of these samples."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,11 @@ earlier spikes hide no later one, as they would if means were used.  Both the lo
 OLMo-core, because a bad batch may show in one of them alone.  Of norms the logarithm is judged: that of a healthy run is near to normal,
 while its norms have a heavy tail, and one in ten thousand would be a spike.
 
+A step is judged as a whole, so one noisy sample among many is no spike of it.  With ``microbatch_z`` each microbatch is judged, too,
+against the newest microbatches before the step.  So the largest loss that counts, :func:`most_loss`, is known before the step's first
+backward pass: the device itself compares, and multiplies the gradient of a microbatch above it by 0.  All others count as if it had not
+been there.
+
 Every member computes the same answer for itself, between the commit of a step and its update.  It needs nothing but the outcome, which is
 the same on every member, and the :class:`Past`, which is part of the state (``engine/spikes.py``).
 """
@@ -41,6 +46,8 @@ class SpikeRule:
     """True if a spike changes no weights."""
     quarantines: bool = False
     """True if the samples that cause a spike, or a loss that is not finite, are not read again."""
+    microbatch_z: float = 0.0
+    """Robust z-score above which a microbatch is left out of its step; 0: none is."""
 
 
 def robust_deviation(values: Sequence[float], middle: float) -> float:
@@ -60,10 +67,31 @@ def robust_z(value: float, past: Sequence[float], least: float | None = None) ->
     return (value - middle) / deviation if deviation else float("inf") * (1 if value > middle else -1)
 
 
-def judged(past: Past, outcome: Outcome, rule: SpikeRule) -> Outcome:
-    """Returns ``outcome`` with the spike that it is, and with the samples that go into quarantine."""
+def most_loss(past: Past, means: Sequence[float], rule: SpikeRule) -> float | None:
+    """Returns the largest mean loss of a microbatch that counts in the next step; None if each does.
+
+    ``means`` are the mean losses of the newest microbatches that counted.  As long as no step is a spike, no microbatch is left out.
+    """
+    if not rule.microbatch_z or len(past) < rule.window or not means:
+        return None
+    middle = median(means)
+    return middle + rule.microbatch_z * max(robust_deviation(means, middle), LEAST * abs(middle))
+
+
+def judged(past: Past, outcome: Outcome, rule: SpikeRule, most: float | None = None) -> Outcome:
+    """Returns ``outcome`` with the spike that it is, with what it leaves out, and with the samples that go into quarantine.
+
+    ``most`` is the :func:`most_loss` by which the gradient was made.  If it has left out more than half of the microbatches, the model is
+    the cause and not the data, and the whole step is skipped.
+    """
+    fewer = outcome if most is None or not outcome.finite else replace(outcome, most_loss=most)
+    if 2 * len(fewer.left_out) <= len(outcome.losses):
+        outcome = fewer if fewer.left_out else outcome
+    elif _spike(past, outcome, rule) is None:
+        losses = [loss for loss, _ in past]
+        return replace(outcome, spike=Spike("loss", robust_z(outcome.loss, losses), median(losses), True))
     spike = _spike(past, outcome, rule)
-    blamed = _blamed(past, outcome, rule, spike) if rule.quarantines else []
+    blamed = sorted({*outcome.left_out, *_blamed(past, outcome, rule, spike)}) if rule.quarantines else []
     if spike is None and not blamed:
         return outcome
     samples = dict.fromkeys(sample for microbatch in blamed for sample in outcome.samples[microbatch])
@@ -76,6 +104,15 @@ def after(past: Past, outcome: Outcome, rule: SpikeRule) -> list[tuple[float, fl
     if outcome.applies and isfinite(outcome.loss):
         known.append((outcome.loss, outcome.norm))
     return known[-rule.window :]
+
+
+def means_after(means: Sequence[float], outcome: Outcome, most: int) -> list[float]:
+    """Returns the mean losses of the ``most`` newest microbatches, with those that counted in ``outcome``, if its step is applied."""
+    new = list[float]()
+    if outcome.applies and isfinite(outcome.loss):
+        left_out, each = {*outcome.left_out}, enumerate(zip(outcome.losses, outcome.counts, strict=True))
+        new = [loss / count for index, (loss, count) in each if count and index not in left_out]
+    return [*means, *new][-most:]
 
 
 def _spike(past: Past, outcome: Outcome, rule: SpikeRule) -> Spike | None:
@@ -103,7 +140,7 @@ def _blamed(past: Past, outcome: Outcome, rule: SpikeRule, spike: Spike | None) 
     strange = [index for index, loss in enumerate(losses) if not isfinite(loss)]
     if strange or spike is None or spike.what != "loss":
         return strange if 2 * len(strange) <= max(len(losses), 2) else []
-    before, left = [loss for loss, _ in past], set(range(len(losses)))
+    before, left = [loss for loss, _ in past], set(range(len(losses))).difference(outcome.left_out)
     worst = sorted(left, key=lambda index: (-losses[index] / max(counts[index], 1), index))
     for number, index in enumerate(worst[: max(len(losses) // 2, 1)], 1):
         left.discard(index)

@@ -27,7 +27,7 @@ The first step of a new world also has an "event": the sentence that says why th
 """
 
 COLUMNS = (
-    *("step", "final", "generation", "time", "loss", "norm", "lr", "tokens", "skipped", "quarantined", "world"),
+    *("step", "final", "generation", "time", "loss", "norm", "lr", "tokens", "skipped", "left_out", "quarantined", "world"),
     *("validation_loss", "validation_terms", "step_s", "tokens_per_s", "data_wait", "mfu", "causal_mfu", "peak_bytes", "reserved_bytes"),
     *("copied_through", "buddied_through", "event"),
 )
@@ -48,9 +48,10 @@ def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, wor
     row |= {} if math.isnan(lr) else {"lr": lr}
     row |= metrics(outcome) | {"tokens": outcome.tokens}
     known = {"world": world, "step_s": usage.step_s, "peak_bytes": usage.peak_bytes, "reserved_bytes": usage.reserved_bytes}
-    known |= {"tokens_per_s": outcome.tokens / usage.step_s, "data_wait": usage.data_wait} if usage.step_s else {}
+    known |= {"tokens_per_s": sum(outcome.counts) / usage.step_s, "data_wait": usage.data_wait} if usage.step_s else {}
     known |= {"mfu": speed.mfu, "causal_mfu": speed.causal_mfu}
     row |= {name: value for name, value in known.items() if value or (name == "data_wait")}
+    row |= {"left_out": len(outcome.left_out)} if outcome.left_out else {}
     row |= {"quarantined": len(outcome.quarantined)} if outcome.quarantined else {}
     copied = {"copied_through": outcome.copied_through, "buddied_through": outcome.buddied_through}
     return row | {name: step for name, step in copied.items() if step >= 0}

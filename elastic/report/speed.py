@@ -14,7 +14,7 @@ def noun_of(loss: str, outcome: Outcome) -> str:
     """
     if loss.partition(".")[0] == "elastic":
         return "tokens"
-    return "samples" if outcome.tokens == sum(map(len, outcome.samples)) else "terms"
+    return "samples" if sum(outcome.counts) == sum(map(len, outcome.samples)) else "terms"
 
 
 class Speed:
@@ -35,7 +35,7 @@ class Speed:
         usage = outcome.usage
         if not usage.step_s:
             return
-        self.steps, self.tokens = self.steps + 1, self.tokens + outcome.tokens
+        self.steps, self.tokens = self.steps + 1, self.tokens + sum(outcome.counts)
         self.took_s, self.waited_s = self.took_s + usage.step_s, self.waited_s + usage.data_s
         self.peak_bytes = max(self.peak_bytes, usage.peak_bytes)
         if work is not None:

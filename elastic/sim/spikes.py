@@ -1,7 +1,7 @@
 """Corrupt samples of a simulated job, the memory of them that travels with the state, and the judgement of what the coordinator knows.
 
-A step reads one of a few samples.  If that one is corrupt, the step is skipped by all members and the sample goes into quarantine, as the
-state says from then on: a world that begins from an earlier version reads it again.
+A step reads one of a few samples.  If that one is corrupt, all members skip the step, or, if it is noisy, leave its microbatch out of it.
+Either way the sample goes into quarantine, as the state says from then on: a world that begins from an earlier version reads it again.
 """
 
 from __future__ import annotations
@@ -39,28 +39,36 @@ class Spikes:
     def __init__(self, sim: Simulation) -> None:
         self.sim, draw = sim, random.Random(f"spikes {sim.seed}")
         self.corrupt = frozenset(draw.sample(range(SAMPLES), draw.choice(CORRUPT)))
+        self.noisy = frozenset(each for each in sorted(self.corrupt) if draw.random() < 1 / 3)
         self.held: dict[Version, Mapping[int, int]] = {Version(0, 0): {}}
         self.reported: set[tuple[int, Version]] = set()
         """The incarnation of the coordinator that world rank 0 obeyed when it reported a step, and that version."""
+        self.applied: dict[Version, tuple[int, ...]] = {Version(0, 0): ()}
+        """The steps that were applied without a microbatch, by the state of each version."""
         self.heard: dict[int, set[tuple[int, int]]] = defaultdict(set)
         """The (step, generation) that put samples into quarantine, and of which a coordinator has taken note, by its incarnation."""
 
     def seen(self, plan: Plan, outcome: Outcome) -> Outcome:
         """Returns the outcome of a step as the members of ``plan`` conclude it from the state before the step."""
-        before, step = self.held[base_of(plan, outcome.step)], outcome.step
+        base, step = base_of(plan, outcome.step), outcome.step
+        before, applied = self.held[base], self.applied[base]
         sample = next(each % SAMPLES for each in range(step, step + SAMPLES) if each % SAMPLES not in before)
         outcome = replace(outcome, samples=((sample,),))
-        if sample in self.corrupt:
+        if sample in self.noisy:
+            outcome, applied = replace(outcome, most_loss=outcome.losses[0] - 1, quarantined=(sample,)), (*applied, step)
+        elif sample in self.corrupt:
             outcome = replace(outcome, spike=Spike("loss", 9.0, 1.0, True), quarantined=(sample,))
         self.held[Version(step, outcome.generation)] = {**before, **dict.fromkeys(outcome.quarantined, step)}
+        self.applied[Version(step, outcome.generation)] = applied
         self.sim.oracle.occasions["a spike is skipped"] += not outcome.applies
+        self.sim.oracle.occasions["a microbatch is left out"] += len(outcome.left_out)
         return outcome
 
-    def listed(self, outcome: Outcome, member: Member) -> tuple[tuple[int, int], ...]:
-        """Returns what ``member``, world rank 0, reports of the quarantine that the state after ``outcome`` holds."""
+    def listed(self, outcome: Outcome, member: Member) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """Returns what ``member``, world rank 0, reports of the quarantine that the state after ``outcome`` holds, and of its steps."""
         version = Version(outcome.step, outcome.generation)
         self.reported.add((member.incarnation, version))
-        return tuple(self.held[version].items()) if member.lists() else ()
+        return (tuple(self.held[version].items()), self.applied[version]) if member.lists() else ((), ())
 
     def hears(self, transition: Transition) -> None:
         """Notes what a coordinator has taken note of."""
@@ -78,19 +86,20 @@ class Spikes:
 
         It need not know what no coordinator was told.  If something was lost with an earlier one, it must know what it was told itself.
         """
-        quarantine, skipped, told = dict[int, int](), set[int](), self.sim.oracle.told
+        quarantine, put, applied, told = dict[int, int](), set[int](), set[int](), self.sim.oracle.told
         for step, generation in enumerate(expanded(run.history.lineage), 1):
             outcome = self.sim.worlds[generation].outcomes[step]
             (read,) = outcome.samples[0]
             if read in quarantine:
                 raise Violation(f"step {step} of generation {generation} reads sample {read}, in quarantine since step {quarantine[read]}")
             quarantine |= dict.fromkeys(outcome.quarantined, step)
-            skipped |= set() if outcome.applies or (step, generation) not in told else {step}
+            put |= {step} if outcome.quarantined and (step, generation) in told else set()
+            applied |= {step} if outcome.applies else set()
         known, occasions = dict(run.skips.quarantined), self.sim.oracle.occasions
         if any(occasions[each] for each in LOST):
             by = expanded(run.history.lineage)
-            skipped = {step for step in skipped if (step, by[step - 1]) in self.heard[run.incarnation]}
-        if not known.items() <= quarantine.items() or not {each for each in quarantine.values() if each in skipped} <= {*known.values()}:
+            put = {step for step in put if (step, by[step - 1]) in self.heard[run.incarnation]}
+        if not known.items() <= quarantine.items() or not {each for each in quarantine.values() if each in put} <= {*known.values()}:
             raise Violation(f"the coordinator knows the quarantine {known}, and it is {quarantine}")
-        if run.skips.total != len(known):
-            raise Violation(f"the coordinator knows of {run.skips.total} skipped steps, and {len(known)} are known")
+        if run.skips.total != (number := len({*known.values()} - applied)):
+            raise Violation(f"the coordinator knows of {run.skips.total} skipped steps, and {number} of those that are known were skipped")

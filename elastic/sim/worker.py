@@ -253,7 +253,7 @@ class Worker(Process):
         assert self.world is not None
         if self.world.plan.members[0] == self.name:
             listed = self.sim.spikes.listed(outcome, self.member)
-            self.report(StepDone(self.name, outcome.generation, outcome, quarantined=listed))
+            self.report(StepDone(self.name, outcome.generation, outcome, None, None, (), *listed))
         self._answer(self.member.answer())
         if self.member.leaving:
             self._follow_settlement()

@@ -21,6 +21,7 @@ class Arithmetic:
 
     def of(self, outcome: Outcome) -> Work:
         """Returns the work of a step.  Only tokens that the loss counts are counted, in sequences of the mean length of the step."""
-        seq = outcome.tokens / max(sum(map(len, outcome.samples)), 1)
-        full, causal = (self._flops(seq, causal) * outcome.tokens for causal in (False, True))
+        tokens = sum(outcome.counts)
+        seq = tokens / max(sum(map(len, outcome.samples)), 1)
+        full, causal = (self._flops(seq, causal) * tokens for causal in (False, True))
         return Work(float(full), float(causal), self._devices, self._peak)

@@ -164,7 +164,7 @@ class _Local:
         self._pay()
         go(self.apply_fence, self.plan, state.shard)
         self.show_sentence(decay_line(state))
-        self.skips = self.skips.completed(tuple(state.spikes.put_there().items()))
+        self.skips = self.skips.completed(tuple(state.spikes.put_there().items()), state.spikes.applied_all_the_same())
         self.step = state.shard.version.step
         if not self.step and not job.offloads:
             check_loss(self.session, state, initialised=True)

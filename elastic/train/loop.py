@@ -263,9 +263,10 @@ class Trainer(Controlled):
                 print(f"{self.worker}: generation {plan.generation}: {memory_line(self.session.meter.held)}", flush=True)
             if world.rank == 0:
                 with self.apply_fence as member:
-                    listed = tuple(state.spikes.put_there().items()) if member.lists() else ()
+                    lists = member.lists()
+                listed = (tuple(state.spikes.put_there().items()), state.spikes.applied_all_the_same()) if lists else ((), ())
                 work = state.arithmetic.of(outcome)
-                self.report(StepDone(self.worker, plan.generation, outcome, work, metrics=metrics, quarantined=listed))
+                self.report(StepDone(self.worker, plan.generation, outcome, work, None, metrics, *listed))
             if self.session.snapshots is not None:
                 self.session.snapshots.committed(outcome, state.shard)
             effects.committed(outcome.step)

@@ -108,6 +108,8 @@ class Share:
     """The validation of the state before the step."""
     own_rate: float | None = None
     """The learning rate that a schedule of the user's says."""
+    keeps: list[torch.Tensor] = field(default_factory=list)
+    """True for each microbatch that counts, on the device; empty if each does."""
 
 
 class Step:
@@ -137,7 +139,7 @@ class Step:
         """The outcome of the step, once it is applied."""
         own_rate = own_rate_of(session.job, number)  # a schedule of the user's that fails must do so before the commit
         self._share = Share([], [], [], validated=validated, own_rate=own_rate)
-        self._rounds, self._begun, self._open = 0, False, False
+        self._rounds, self._begun, self._open, self._most_loss = 0, False, False, state.spikes.most_loss()
         self._failed: BaseException | None = None
         self._shape, device = shape.of(session.cursor.microbatches(number, session.job.microbatch_size)), state.world.device
         session.meter.begin(shape.generation, session.loader.waited_s, device)
@@ -250,12 +252,15 @@ class Step:
         session, state, share, index = self._session, self._state, self._share, self._index
         state.parameters.end_forward()
         state.statistics.add(index)
-        weight = 0.0 if index is None else state.optimizer.loss_scale.value
-        (loss if weight == 1 else loss * weight).backward()
-        state.parameters.end_round()
-        refuse_changes(self._marks, state)
         share.losses.append(loss.detach())
         share.counts.append(torch.as_tensor(count, device=state.world.device))
+        weight: float | torch.Tensor = 0.0 if index is None else state.optimizer.loss_scale.value
+        if self._most_loss is not None:  # as :attr:`Outcome.left_out` finds, in the same arithmetic
+            share.keeps.append(share.losses[-1].double() <= self._most_loss * share.counts[-1].double().trunc())
+            weight = weight * share.keeps[-1].to(loss.dtype)
+        (loss if isinstance(weight, float) and weight == 1 else loss * weight).backward()
+        state.parameters.end_round()
+        refuse_changes(self._marks, state)
         share.samples.append(self._ids if index is not None else ())
         session.counters["microbatch"] = len(share.losses)
         session.counters["microbatches_run"] += index is not None
@@ -387,7 +392,8 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int, share:
 
 def tokens_of(share: Share, world: World) -> torch.Tensor:
     """Returns the number of tokens of the whole step, which :attr:`Outcome.tokens` will have: a float64 scalar on the device."""
-    mine = [count.double().trunc() for count, samples in zip(share.counts, share.samples, strict=True) if samples]
+    counts = [count * keep for count, keep in zip(share.counts, share.keeps, strict=True)] if share.keeps else share.counts
+    mine = [count.double().trunc() for count, samples in zip(counts, share.samples, strict=True) if samples]
     speaks = world.rank in reporters(world.layout)
     total = torch.stack(mine).sum() if mine and speaks else torch.zeros((), dtype=torch.float64, device=world.device)
     dist.all_reduce(total)

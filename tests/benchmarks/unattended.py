@@ -3,7 +3,7 @@
     python -m tests.benchmarks.unattended --text FOLDER [--steps 1200] [--world 2] [--only clean unattended control]
 
 The second run meets a bad shard (a stretch of the text that is noise), samples whose loss is not a number, samples whose gradient is
-10,000 times too large, and ten workers that get SIGKILL.  It has ``spikes.action = "quarantine"``.  The third run, the control, meets the
+10,000 times too large, and ten workers that get SIGKILL.  It has ``spikes.action = "quarantine"`` and ``microbatch_z``.  The third run, the control, meets the
 same with ``"none"``.  All else is equal.  All end with the loss on the same held-out documents.
 
 No run clips its gradient.  Clipping bounds what one huge gradient does to the weights, with or without a quarantine, so with it nothing
@@ -143,7 +143,7 @@ def job_of(folder: Path, name: str, options: argparse.Namespace, **changes: Any)
         "precision": "bf16" if gpus else "fp32",
         "optim": {"lr": 1e-3, "clip_norm": options.clip},
         "schedule": {"warmup_steps": options.steps // 12},
-        "spikes": {"action": "quarantine", "window": WINDOW},
+        "spikes": {"action": "quarantine", "window": WINDOW, "microbatch_z": 6.0},
         "checkpoint": {"save_every": max(options.steps // 6, 1)},
         "workers": {"min": 1, "max": options.world, "gpus": gpus, "cpus": 1},
         "deadlines": {"form_s": 240},

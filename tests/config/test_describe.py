@@ -61,7 +61,7 @@ def test_the_trajectory_is_what_is_not_free() -> None:
         schedule=schedule,
         batch_ramp={"start": 4, "increment": 4, "samples": 9},
         reduction={"block": 2, "wire": "bf16"},
-        spikes={"action": "skip", "z": 5, "window": 9},
+        spikes={"action": "skip", "z": 5, "window": 9, "microbatch_z": 7},
         data={"weights": [0.5, 0.5], "group_by_length": True},
     )
     fixed = {name for name, field in leaves(Job).items() if change_of(field) is not Change.FREE}

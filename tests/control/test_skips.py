@@ -57,6 +57,22 @@ def test_l3_the_sentence_names_the_step_the_microbatches_and_their_samples() -> 
     assert note(Skips(), commit(7, finite=True), RULE, ends=False) == (Skips(), "")
 
 
+def test_g1_what_is_left_out_of_a_step_is_told_and_is_no_skip() -> None:
+    """G1: the sentence has the microbatch, its loss and the limit; with a spike besides, both.  What is learnt late counts the same.  The
+    control: without the word of the members the step counts as skipped.
+    """
+    noisy = replace(commit(7, 8.0, 36.0, finite=True), most_loss=5.0, quarantined=(72, 73))
+    skips, sentence = note(Skips(), noisy, RULE, ends=False)
+    told = "leaves out microbatch 1 (loss 9, samples 72, 73) of 2: above 5 no loss counts (spikes.microbatch_z)"
+    apart = "samples 72, 73 are in quarantine from now on"
+    assert sentence == f"step 7 {told}; {apart}" and skips == Skips(quarantined=((72, 7), (73, 7)))
+    spike = Spike("loss", 9.0, 1.0, False)
+    height = "is a spike: its loss, 2, is 9.0 robust standard deviations above the usual 1"
+    assert said(replace(noisy, spike=spike)) == f"step 7 {height} and {told}; {apart}"
+    assert Skips().completed(((72, 7), (73, 7)), (7,)) == skips and Skips().completed(((72, 7), (73, 7))).total == 1
+    assert codec.decode(Outcome, json.loads(json.dumps(codec.encode(noisy)))) == noisy
+
+
 def test_a_step_of_many_microbatches_and_samples_is_told_in_brief() -> None:
     many = replace(commit(1), losses=(math.nan,) * 20 + (1.0,), samples=tuple((range(64)) for _ in range(21)))  # type: ignore[misc]
     assert "microbatch 7 is nan" in said(many) and said(many).endswith(", and 12 more are not finite") and "and 56 more)" in said(many)

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.protocol.commit_record import Outcome, Spike
-from elastic.protocol.spikes import LEAST, SpikeRule, after, judged, robust_z
+from elastic.protocol.spikes import LEAST, SpikeRule, after, judged, means_after, most_loss, robust_z
 
 pytestmark = pytest.mark.fast
 
 RULE = SpikeRule(window=16, z=6.0, skips=True, quarantines=True)
 WARN = replace(RULE, skips=False, quarantines=False)
+EACH = replace(RULE, microbatch_z=6.0)
 PAST = [(2.0 + 0.01 * (i % 5), 1.0 + 0.1 * (i % 3)) for i in range(16)]
 
 
@@ -112,3 +113,46 @@ def test_the_past_has_the_steps_that_were_applied() -> None:
     assert after(PAST, skipped, RULE) == PAST == after(PAST, step(math.nan, 2.0, finite=False), RULE)
     told = judged(PAST, step(9.0, 2.0), WARN)
     assert told.spike == Spike("loss", robust_z(5.5, [loss for loss, _ in PAST]), 2.02, False) and after(PAST, told, WARN)[-1][0] == 5.5
+
+
+@given(st.lists(st.floats(0.1, 9.0), min_size=1, max_size=40))
+def test_the_largest_loss_that_counts_is_that_of_numpy(means: list[float]) -> None:
+    middle = np.median(means)
+    deviation = max(1.4826 * np.median(np.abs(np.array(means) - middle)), LEAST * middle)
+    assert most_loss(PAST, means, EACH) == pytest.approx(middle + 6 * deviation, rel=1e-12)
+    assert most_loss(PAST[1:], means, EACH) is None is most_loss(PAST, [], EACH), "no step is a spike yet, and nothing is known"
+    assert most_loss(PAST, means, RULE) is None
+
+
+def test_g1_a_microbatch_is_left_out_where_the_step_is_no_spike() -> None:
+    """G1: the step counts the others as if the one had not been there.  The controls: judged as a whole it is no spike; all losses are
+    below the limit; and a step of which more than half is above it is skipped, with nobody to blame.
+    """
+    noisy = step(2.0, 2.0, 2.05, 2.4, 2.0, 2.0)
+    assert judged(PAST, noisy, EACH) == noisy
+    found = judged(PAST, noisy, EACH, 2.3)
+    assert (found.left_out, found.spike, found.applies, found.quarantined) == ((3,), None, True, (6, 7))
+    rest = replace(noisy, losses=(20.0, 20.0, 20.5, 20.0, 20.0), counts=(10,) * 5, samples=noisy.samples[1:])
+    assert (found.loss, found.tokens, found.norm) == (rest.loss, rest.tokens, rest.norm)
+    assert judged(PAST, noisy, replace(EACH, quarantines=False), 2.3) == replace(found, quarantined=())
+    assert judged(PAST, noisy, EACH, 2.5) == noisy
+    lost = judged(PAST, noisy, EACH, 1.9)
+    assert not lost.applies and lost.spike is not None and lost.left_out == lost.quarantined == ()
+    half = judged(PAST, step(2.05, 2.05, 2.0, 2.0), EACH, 2.03)
+    assert half.left_out == (0, 1) and half.applies
+
+
+def test_g1_what_remains_of_a_step_is_judged_as_a_whole() -> None:
+    found = judged(PAST, step(9.0, 4.0, 2.0, 2.0, 2.0, 2.0), EACH, 5.0)
+    assert found.left_out == (0,) and found.spike is not None and found.spike.what == "loss" and not found.applies
+    assert found.quarantined == (0, 1, 2, 3)
+    strange = judged(PAST, step(math.nan, 2.0, 2.0), EACH, 5.0)
+    assert strange.left_out == (0,) and strange.applies and strange.quarantined == (0, 1), "its gradient was finite all the same"
+    assert judged(PAST, step(math.nan, 2.0, 2.0, finite=False), EACH, 5.0).left_out == ()
+
+
+def test_the_newest_microbatches_that_counted_are_remembered() -> None:
+    fine = judged(PAST, step(2.0, 2.1, 2.4), EACH, 2.3)
+    assert means_after([1.0, 1.5], fine, 3) == [1.5, 2.0, 2.1]
+    assert means_after([1.0], replace(fine, counts=(10, 0, 10)), 3) == [1.0, 2.0]
+    assert means_after([1.0], step(2.0, finite=False), 3) == [1.0] == means_after([1.0], judged(PAST, step(9.0), EACH), 3)

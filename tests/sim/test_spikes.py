@@ -60,3 +60,14 @@ def test_keeping_what_was_given_up_in_quarantine_is_noticed() -> None:
 def test_forgetting_the_quarantine_is_noticed() -> None:
     edit = Edit("skips", "quarantined=(*skips.quarantined, *new)", "quarantined=new")
     assert "the coordinator knows the quarantine" in first_violation(Mutant("forgetting", (edit,)))
+
+
+def test_a_microbatch_that_was_left_out_counts_as_no_skipped_step() -> None:
+    """The steps that put samples into quarantine and were lost with a coordinator: some were skipped, and some went on without them.  The
+    control: a coordinator that takes all for skipped counts too many.
+    """
+    edit = Edit("commits", "completed(event.quarantined, event.quarantined_by)", "completed(event.quarantined)")
+    all_skipped = Mutant("all_skipped", (edit,)).advance()
+    assert simulate(5, unshipped(5)).occasions["a microbatch is left out"]
+    with pytest.raises(Violation, match="the coordinator knows of 2 skipped steps, and 1 of those that are known were skipped"):
+        simulate(5, unshipped(5), all_skipped)

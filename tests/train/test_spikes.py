@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch import nn
 from actors.launch import launch
 from elastic.data.cursor import Cursor
 from elastic.engine.loss import next_token
-from elastic.engine.spikes import DTYPES, HISTORY, QUARANTINE, Spikes, tensors_of
+from elastic.engine.spikes import DTYPES, HISTORY, MEANS, QUARANTINE, Spikes, tensors_of
 from elastic.engine.world import World
 from elastic.errors import DataError, JobError
 from elastic.ids import Version
@@ -26,6 +27,7 @@ from elastic.plan.batch import deal_of
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
 from elastic.report.story import Sentence
+from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
 from tests.support.ranks import Ranks
 from tests.support.segments import finish, member, raw
@@ -165,6 +167,84 @@ def test_g1_another_world_goes_on_with_the_same_memory(ranks: Ranks, tmp_path: P
     job = spiky(tmp_path / "late", {sample: 1e3}).replace(spikes={"action": "quarantine", "window": WINDOW})
     again = ranks.run(Layout(1, 1), watched, job, late.version, first + 2)
     assert all(outcome.applies for outcome in again[0][0]), "a checkpoint without a memory begins one"
+
+
+def without(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of the microbatch, which counts for nothing if a sample of it has no gain."""
+    loss, count = next_token(model, {"tokens": batch["tokens"]})
+    counts = batch["gain"].min() > 0
+    return loss * counts, count * counts
+
+
+@pytest.mark.parametrize(("layout", "kind"), [(Layout(1, 1), "adamw"), (Layout(2, 1), "muon"), (Layout(1, 2), "adamw")], ids=str)
+def test_g1_a_noisy_microbatch_is_left_out_of_its_own_step(ranks: Ranks, tmp_path: Path, layout: Layout, kind: str) -> None:
+    """G1: a document with 1.3 times the loss is no spike of its step, and its microbatch is left out of it.  The judge is a user's loss
+    that counts nothing of it, from the same checkpoint: the weights and moments have the same bits.  Its samples come no more.  The
+    control: without ``microbatch_z`` the step has other weights, no step is a spike, and it comes in each epoch.
+    """
+    first, each = WINDOW + 1, {"microbatch_z": 6.0}
+    index, sample = drawn_by(tmp_path, first, layout, layout.world - 1)
+    optim = {"lr": 0.002, "kind": kind}
+    job = spiky(tmp_path / "told", {sample: 1.3}, spikes=each, optim=optim)
+    told = train(ranks, job, layout)
+    (bad,) = [each for each in told.outcomes if each.left_out]
+    assert (bad.step, bad.left_out, bad.applies) == (first, (index,), True) and bad.quarantined == bad.samples[index]
+    assert all(outcomes == told.outcomes for outcomes in told.members) and all(each.spike is None for each in told.outcomes)
+    assert read(told.outcomes, sample)[-1] == first
+    assert kept(job, told.version, QUARANTINE)[:3].tolist() == [*([-1 - each, first + 1] for each in bad.quarantined), [0, 0]]
+    means = kept(job, told.version, MEANS)
+    assert int(means[:, 0].sum()) == 8 * STEPS - 1 and bad.losses[index] / bad.counts[index] not in means[:, 1].tolist()
+
+    begun = train(ranks, spiky(tmp_path / "judge", {sample: 1.3}, optim=optim, spikes={"action": "none"}), layout, WINDOW)
+    judge = spiky(tmp_path / "judge", {sample: 0.0}, optim=optim, spikes={"action": "none"}).replace(loss=f"{HERE}:without")
+    judged = ranks.run(layout, watched, judge, begun.version, first)
+    assert [weights[first - 1] for weights in told.weights] == [weights[-1] for _, weights, _ in judged]
+    assert (judged[0][0][-1].loss, judged[0][0][-1].norm, judged[0][0][-1].tokens) == (bad.loss, bad.norm, bad.tokens)
+
+    whole = train(ranks, spiky(tmp_path / "whole", {sample: 1.3}, optim=optim), layout, first)
+    assert [weights[first - 1] for weights in whole.weights] != [weights[first - 1] for weights in told.weights]
+    assert all(each.spike is None and not each.left_out for each in whole.outcomes)
+
+
+def test_g1_what_is_left_out_depends_on_no_world(ranks: Ranks, tmp_path: Path) -> None:
+    """G1: interrupted before and after the step, and resumed in other layouts, a run leaves out the same microbatch, with the same bits.
+    The control: without the losses of the microbatches before, nothing is left out.
+    """
+    first = WINDOW + 1
+    _, sample = drawn_by(tmp_path, first, Layout(1, 1), 0)
+    each = {"spikes": {"microbatch_z": 6.0}, "optim": {"lr": 0.002}}
+    whole = train(ranks, spiky(tmp_path / "whole", {sample: 1.3}, **each), Layout(1, 1))
+    job = spiky(tmp_path / "cut", {sample: 1.3}, **each)
+    begun = train(ranks, job, Layout(3, 1), WINDOW - 2)
+    half = train(ranks, job, Layout(1, 2), first, begun.version)
+    rest = train(ranks, job, Layout(2, 1), STEPS, half.version)
+    assert [each.step for each in half.outcomes if each.left_out] == [first] and rest.hash == whole.hash
+
+    late = train(ranks, spiky(tmp_path / "late", {sample: 1.3}, optim=each["optim"]), Layout(1, 1), WINDOW)
+    again = ranks.run(Layout(1, 1), watched, spiky(tmp_path / "late", {sample: 1.3}, **each), late.version, first + 1)
+    assert not any(outcome.left_out for outcome in again[0][0][:1])
+
+
+def test_g1_the_run_says_what_it_leaves_out(tmp_path: Path) -> None:
+    """G1: the sentence names the microbatch, its samples and the limit; the metrics count it.  Nothing counts as skipped, also for a run
+    that goes on.  The control: with "skip" nothing is in quarantine, and it is left out in each epoch.
+    """
+    _, sample = drawn_by(tmp_path, WINDOW + 1, Layout(1, 1), 0)
+    for action, times in (("quarantine", 1), ("skip", 2)):
+        job = spiky(tmp_path / action, {sample: 1.3}, spikes={"action": action, "microbatch_z": 6.0}, optim={"lr": 0.002})
+        said, error = local(job)
+        found = [text for text in said if "leaves out" in text]
+        assert len(found) == times and not error and not any("skipped" in text for text in said)
+        pattern = (
+            rf"step {WINDOW + 1} leaves out microbatch \d \(loss [\d.]+, samples .*\b{sample}\b.*\) of 8: above [\d.]+ no loss counts "
+        )
+        assert re.match(pattern + r"\(spikes.microbatch_z\)", found[0])
+        assert found[0].endswith("in quarantine from now on") == (action == "quarantine")
+        assert said[-1] == f"all {STEPS} steps are done{'; 2 samples are in quarantine' if action == 'quarantine' else ''}"
+        rows = [row for row in rows_of(Run.open(job)) if row.get("left_out")]
+        assert [row["step"] for row in rows][:1] == [WINDOW + 1] and len(rows) == times
+        ended = launch(job.replace(steps=STEPS + 1), local=True, branch=True, show=lambda line: None)
+        assert ended.reason == said[-1].replace(str(STEPS), str(STEPS + 1))
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2)], ids=str)

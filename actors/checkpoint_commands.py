@@ -13,8 +13,7 @@ from actors.terminal import console, say
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.protocol.actions import Retain
-from elastic.runs import forks, owed, retention
+from elastic.runs import forks, retention
 from elastic.runs.run import Run
 from storage.checkpoints import EXPORTED, Manifest
 from storage.errors import Exists
@@ -24,12 +23,11 @@ from storage.slices import Tensor, nbytes
 def ls(job: Job) -> int:
     """Prints a table of the checkpoints.  It says which rules keep them, if there are rules, or branches that go on from some."""
     run = Run.begun(job)
-    listed, asked = run.checkpoints.versions(), retention.as_it_stands(run)
-    now = time.time()
-    newest, kept = max(asked.saved, default=None), retention.judge(run, job.keep(), asked, listed, now, _owing(run, job, asked)).kept
+    found = retention.look(run, job.keep())
+    kept = found.verdict.kept
     ruled = job.keep().last > 0 or any({"branch", "owed"}.intersection(names) for names in kept.values())
     table = Table("step", "generation", "files", "bytes", "layout", "written", "state", *(["kept by"] if ruled else []))
-    for each in listed:
+    for each in found.listed:
         version, files = each.version, each.manifest.files if each.manifest else ()
         layout = "×".join(str(n) for n in each.manifest.about["layout"].values()) if each.manifest else ""
         size = f"{sum(file.size for file in files):,}"
@@ -41,7 +39,7 @@ def ls(job: Job) -> int:
             size,
             layout,
             _written(each.manifest)[: len("2026-01-01 00:00")],
-            retention.state_of(each, newest),
+            retention.state_of(each, found.newest),
         )
         table.add_row(*row, *([names] if ruled else []))
     console.print(table)
@@ -53,8 +51,7 @@ def show(job: Job, step: int | None) -> int:
     run = Run.begun(job)
     version = run.version_at(step)
     reader = run.checkpoints.open(version)
-    asked = retention.as_it_stands(run)
-    kept = retention.judge(run, job.keep(), asked, run.checkpoints.versions(), time.time(), _owing(run, job, asked)).kept
+    kept = retention.look(run, job.keep()).verdict.kept
     manifest, about = reader.manifest, reader.manifest.about
     said = {
         "version": str(version),
@@ -134,10 +131,10 @@ def rm(job: Job, step: int, force: bool) -> int:
     :class:`PlatformGaveUp` if the run may live, unless ``force``.
     """
     run, claim = at_rest(job, force, LIVES)
-    asked, found = retention.as_it_stands(run), [each.version for each in run.checkpoints.at(step)]
+    found = [each.version for each in run.checkpoints.at(step)]
     for version in set(found) & run.checkpoints.inherited.keys():
         raise JobError(f"--step {step} is a checkpoint of run {run.checkpoints.holder(version)!r}, from which {job.name} was forked")
-    newest = max(asked.saved, default=Version(0, 0))
+    newest = run.newest() or Version(0, 0)
     if not found:
         raise JobError(f"--step {step}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those that it has")
     if max(found) >= newest:
@@ -157,9 +154,9 @@ def gc(job: Job, dry: bool, force: bool) -> int:
     Raises :class:`PlatformGaveUp` as :func:`rm` does.
     """
     run, claim = at_rest(job, force, LIVES)
-    listed, asked = run.checkpoints.versions(), retention.as_it_stands(run)
-    found = retention.judge(run, job.keep(), asked, listed, time.time(), _owing(run, job, asked))
-    begun = {each.version for each in listed if each.manifest is None}
+    there = retention.look(run, job.keep())
+    found = there.verdict
+    begun = {each.version for each in there.listed if each.manifest is None}
     if dry:
         for version in (*found.marked, *found.due):
             what = "its deletion has begun" if version in found.marked else "never completed" if version in begun else "no rule keeps it"
@@ -210,11 +207,6 @@ LIVES = (
     "its end"
 )
 """The end of the sentence in which a command that deletes refuses a run that lives."""
-
-
-def _owing(run: Run, job: Job, asked: Retain) -> frozenset[Version]:
-    """Returns the checkpoints for which something is owed, by the settings of ``job``, which may be others than the run began with."""
-    return owed.needed(run, job, asked.lineage)
 
 
 def _delete(run: Run, versions: Sequence[Version], why: str, claim: int) -> None:

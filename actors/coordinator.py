@@ -118,7 +118,7 @@ class View:
     skipped: str = ""
     """The sentence about the steps that were skipped; "" if there is none."""
     owed: str = ""
-    """The exports and samples that are owed or were given up, in words; "" if there are none."""
+    """The exports, samples and validations that are owed or were given up, in words; "" if there are none."""
 
 
 def _best(score: Score | None) -> str:
@@ -462,6 +462,7 @@ class Coordinator:
     def _tell(self, now: float, event: Event, before: RunState, transition: Transition) -> None:
         reason = transition.reason
         self.exported.event(event)
+        self.errands.note(event)
         for each in parts(event):
             if isinstance(each, StepDone) and before.version.step < each.outcome.step <= self.state.version.step:
                 lr = rate_for_readers(self.job, each.outcome.step, each.outcome.lr)

@@ -8,38 +8,36 @@ from actors.terminal import console, say
 from elastic.errors import ElasticError
 from elastic.job import Job
 from elastic.protocol.commit_record import told_of
+from elastic.runs import asked as recorded
 from elastic.runs import owed as debts_of
 from elastic.runs.run import Run
 from storage.errors import Damaged
 
 
 def owed(job: Job, pay: bool) -> int:
-    """Lists what the run owes by the settings of ``job``.  With ``pay`` it does that first, also what was given up.
+    """Lists what the run owes.  With ``pay`` it does that first, also what was given up.
 
-    Returns 1 if something was given up.  Raises :class:`~elastic.errors.JobError` if there is no such run.
+    What is owed, and with which settings, is what the run has recorded.  From ``job`` it takes where the run is, how this process computes
+    and the code that is given as objects.  Returns 1 if something was given up.  Raises :class:`~elastic.errors.JobError` if there is no
+    such run.
     """
     run = Run.begun(job)
-    free = {name: getattr(job, name) for name in ("export", "samples", "checkpoint", "validation", "workers")}
-    its = run.job.replace(**free)
-    run = Run(its.with_objects({setting: each for setting, each in job.objects().items() if each in its.code()}), run.store)
     if pay:
         from elastic.train.errands import pay as do
-        from elastic.train.revisit import evaluate_here
 
-        for debt in debts_of.debts(run, its):
+        its = run.job.replace(workers=job.workers)
+        its = its.with_objects({name: each for name, each in job.objects().items() if each in its.code()})
+        for debt in debts_of.debts(run):
             if debt.kind == debts_of.VALIDATION:
-                try:
-                    found = evaluate_here(job, debt.version.step)[1]
-                    debts_of.note_done(run, debt, debts_of.validated(found))
-                    say(told_of(debt.version.step, found))
-                except (ElasticError, Damaged) as error:  # its checkpoint is gone or damaged, or the code is another one; others may work
-                    say(f"{debt} failed: {error}")
-            elif said := do(run, run.job, debt)[0]:
+                said = _validate(run, job, debt)
+            else:
+                said = do(run, its, debt)[0]
+            if said:
                 say(said)
-    left = debts_of.debts(run, its)
+    left = debts_of.debts(run)
     if not left:
-        asked = debts_of.kinds(job)
-        say(f"{job.name} owes nothing" if asked else f"{job.name} owes nothing: export.every and samples.every are 0")
+        never = "" if recorded.of(run).kinds else ": it was never asked for exports, samples or validations by spares"
+        say(f"{job.name} owes nothing{never}")
         return 0
     table = Table("step", "generation", "what", "attempts that failed", Column("last failure", overflow="fold"), "state")
     for debt in left:
@@ -47,4 +45,20 @@ def owed(job: Job, pay: bool) -> int:
         row = (str(debt.version.step), str(debt.version.generation), debt.kind, str(len(debt.failures)), why)
         table.add_row(*row, "given up" if debt.given_up else "owed")
     console.print(table)
-    return int(any(debt.given_up for debt in left))
+    given_up = any(debt.given_up for debt in left)
+    if given_up:
+        say("what was given up is tried again by --pay, as long as its checkpoint exists: no rule keeps that for it any more")
+    return int(given_up)
+
+
+def _validate(run: Run, job: Job, debt: debts_of.Debt) -> str:
+    """Validates a checkpoint in this process, and returns the sentence about it."""
+    from elastic.train.revisit import validate_here
+
+    asked = recorded.of(run).job(job, debt.version)
+    try:
+        _, found, held_out = validate_here(asked, debt.version.step)
+    except (ElasticError, Damaged) as error:  # its checkpoint is damaged, or the code is another one; others may work
+        return f"{debt} failed: {error}"
+    debts_of.note_done(run, debt, debts_of.validated(found, held_out))
+    return told_of(debt.version.step, found)

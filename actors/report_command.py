@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 from actors.terminal import say
 from elastic.errors import JobError
-from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.retention import Keep
 from elastic.report.page import page_of
@@ -22,7 +21,6 @@ from elastic.report.page.series import Columns
 from elastic.report.timeline import Timeline
 from elastic.runs import branches, owed, retention
 from elastic.runs.metrics import origin_rows, rows_of
-from elastic.runs.owed import Debt
 from elastic.runs.run import LOCAL, Run
 from storage import journal
 
@@ -47,16 +45,17 @@ def report(job: Job, to: Path | None, png: Path | None) -> int:
     from elastic.report.page.html import html_of
 
     run = Run.begun(job)
-    page = page_of(facts_of(run, job.keep(), time.time(), owed.debts(run, job)))
+    page = page_of(facts_of(run, job.keep(), time.time()))
     _write(to, "--to", html_of(page).encode())
     if png is not None:
         _write(png, "--png", draw(page))
     return 0
 
 
-def facts_of(run: Run, keep: Keep, now: float, debts: Sequence[Debt] = ()) -> Facts:
-    """Returns what the bucket holds of the run; ``keep`` has the rules that keep checkpoints, and ``debts`` is what it owes for them."""
+def facts_of(run: Run, keep: Keep, now: float) -> Facts:
+    """Returns what the bucket holds of the run; ``keep`` has the rules that keep checkpoints."""
     job, owner, end = run.job, run.owner(), run.end()
+    found = retention.look(run, keep, now=now)
     every = branches.every(run.store, job.name)
     settings = branches.flat(branches.stored(run.store, job.name) or {})
     return Facts(
@@ -66,8 +65,8 @@ def facts_of(run: Run, keep: Keep, now: float, debts: Sequence[Debt] = ()) -> Fa
         settings={name: HIDDEN if SECRET.search(name) else _text(value) for name, value in settings.items()},
         columns=Columns(chain(({name: row[name] for name in LEARNT if name in row} for row in origin_rows(run)), rows_of(run))),
         timeline=Timeline().read(journal.objects(run.store, job.name)),
-        checkpoints=_checkpoints(run, keep, now, {debt.version for debt in debts if not debt.given_up}),
-        owed=owed.sentence(debts),
+        checkpoints=_checkpoints(found),
+        owed=owed.sentence(found.debts),
         branches=[_branch(each) for each in every],
         end="" if end is None else type(end).__name__,
         local=owner is not None and owner["address"] == LOCAL,
@@ -75,16 +74,14 @@ def facts_of(run: Run, keep: Keep, now: float, debts: Sequence[Debt] = ()) -> Fa
     )
 
 
-def _checkpoints(run: Run, keep: Keep, now: float, owing: Collection[Version]) -> list[Checkpoint]:
-    listed, asked = run.checkpoints.versions(), retention.as_it_stands(run)
-    newest, kept = max(asked.saved, default=None), retention.judge(run, keep, asked, listed, now, owing).kept
-    found = []
-    for each in listed:
+def _checkpoints(found: retention.Look) -> list[Checkpoint]:
+    told = []
+    for each in found.listed:
         files = each.manifest.files if each.manifest else ()
         layout = "×".join(str(degree) for degree in each.manifest.layout.values()) if each.manifest else ""
-        state = retention.state_of(each, newest)
-        found.append(Checkpoint(each.version, sum(file.size for file in files), layout, state, kept.get(each.version, ())))
-    return found
+        state, kept = retention.state_of(each, found.newest), found.verdict.kept.get(each.version, ())
+        told.append(Checkpoint(each.version, sum(file.size for file in files), layout, state, kept))
+    return told
 
 
 def _branch(about: dict[str, Any]) -> Branch:

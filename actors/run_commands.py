@@ -77,7 +77,7 @@ class Absent:
         why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""
         known = run.standing(0, 0.0)
         newest = max(known.history.saved, default="none")
-        more = "".join(f"; {told}" for told in (known.skips.summary, owed.sentence(owed.debts(run, job))) if told)
+        more = "".join(f"; {told}" for told in (known.skips.summary, owed.sentence(owed.debts(run))) if told)
         return cls(f"{job.name} is not running{unless}; newest good checkpoint: {newest}{how}{why}{more}", over, end)
 
 

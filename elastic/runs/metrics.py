@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from math import isnan
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -152,6 +153,11 @@ def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Versi
                 if "validation_loss" in row and contains(lineage, version_of(row)):
                     found.setdefault(version_of(row), row["validation_loss"])
     return found
+
+
+def best(found: Mapping[Version, float]) -> Version | None:
+    """Returns the version with the smallest loss, the first one of several; what is no number is never the best.  None if there is none."""
+    return min((version for version in found if not isnan(found[version])), key=lambda each: (found[each], each), default=None)
 
 
 def jobs(run: Run) -> Callable[[Version], Job]:

@@ -1,12 +1,14 @@
-"""Lists what a run owes for its checkpoints: exports and samples of text, each made once, and tried again until it is there.
+"""Lists what a run owes for its checkpoints: exports, samples of text and validations, each made once, and tried again until it is there.
 
-What is owed is written nowhere.  It follows from the job and from the checkpoints in the bucket: the first good checkpoint at or after each
-multiple of ``export.every`` steps owes an export, and so does that of the last step; for ``samples.every`` likewise.  What is done is a
-document that only one of several processes can create, so each thing counts once.  Whoever looks finds the same debts: the next
-coordinator, another cluster, a command.
+What is owed is written nowhere.  It follows from what was asked of a checkpoint when it was saved (:mod:`elastic.runs.asked`) and from the
+checkpoints in the bucket: the first good checkpoint at or after each multiple of ``export.every`` steps owes an export, and so does that of
+the last step; for ``samples.every`` likewise.  What is done is a document that only one of several processes can create, so each thing
+counts once.  Whoever looks finds the same debts: the next coordinator, another cluster, a command with any job file.
 
     <run>/owed/<kind>/<step>-<generation>/done.json              the result
     <run>/owed/<kind>/<step>-<generation>/failed/<number>.json   why an attempt failed
+    <run>/owed/<kind>/<step>-<generation>/progress.json          that a long attempt makes progress
+    <run>/owed/<kind>/<step>-<generation>/told.json              that the run's journal knows the result, of a validation
 
 The process that dies in the middle of its work leaves no document.  Steps that a fall-back or a branch has abandoned owe nothing, and
 checkpoints of a fork's origin owe nothing to the fork.
@@ -15,39 +17,44 @@ checkpoints of a fork's origin owe nothing to the fork.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic.ids import Version
 from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, contains
+from elastic.runs import asked as recorded
 from elastic.runs import metrics
+from elastic.runs.asked import EXPORT as EXPORT
+from elastic.runs.asked import SAMPLES as SAMPLES
+from elastic.runs.asked import VALIDATION as VALIDATION
+from elastic.runs.asked import Asked, Stretch
+from elastic.runs.run import Run
 from storage.documents import seal, unseal
-from storage.errors import Exists
+from storage.errors import Exists, Missing, StorageError
 from storage.numbered import Numbered
 
-if TYPE_CHECKING:
-    from elastic.job import Job
-    from elastic.runs.run import Run
-
-EXPORT, SAMPLES, VALIDATION = "export", "samples", "validation"
-"""The kinds of debts.  Each is also the section of the job that says how often it is due."""
 FORMAT = 1
 ATTEMPTS = 3
 """Number of failed attempts after which a debt is given up."""
 DEATHS = 10
 """Number of attempts, those included in which the process died, after which a debt is given up: a process may die for other reasons."""
+BEAT_S = 30.0
+"""Seconds from one note in the bucket that an attempt makes progress to the next; fewer where ``deadlines.wait_s`` is short."""
 SHOWN = 4
 """Largest number of debts that a sentence names."""
+AGAIN = "`elastic owed` with the job file lists it as long as its checkpoint exists, and --pay tries again"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An attempt that failed.  ``died`` says that its process ended in the middle of it."""
+    """An attempt that failed.  ``died`` says that its process ended in the middle of it, ``last`` that no other one follows unasked."""
 
     why: str
     died: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True, order=True)
@@ -60,43 +67,61 @@ class Debt:
 
     @property
     def given_up(self) -> bool:
-        """True if it was tried so often in vain that nobody tries it again unasked."""
-        return len(self.failures) >= DEATHS or sum(not each.died for each in self.failures) >= ATTEMPTS
+        """True if nobody tries it again unasked: it was tried so often in vain, or so much else waits."""
+        errors = sum(not each.died for each in self.failures)
+        return len(self.failures) >= DEATHS or errors >= ATTEMPTS or any(each.last for each in self.failures)
 
     def __str__(self) -> str:
         return f"{self.kind} of step {self.version.step}"
 
 
-def kinds(job: Job) -> dict[str, int]:
-    """Returns the kinds that the job asks for, each with the number of steps from one to the next."""
-    by_spares = job.validation.every if job.validation.by == "spares" else 0
-    asked = {EXPORT: job.export.every, SAMPLES: job.samples.every, VALIDATION: by_spares}
-    return {kind: every for kind, every in asked.items() if every}
+@dataclass(frozen=True)
+class Kind:
+    """Says what is special about a kind of debts."""
+
+    at_end: bool = True
+    """True if the checkpoint of the last step owes one in any case, and False if it owes none."""
+    tells: Callable[[Run, Version, Mapping[str, Any]], None] | None = None
+    """Stores what others are to find of a result, before it counts as done."""
 
 
-def debts(run: Run, job: Job, lineage: Lineage | None = None) -> list[Debt]:
-    """Returns what the run owes, oldest first, with what was given up.  Of a job that asks for nothing it reads nothing.
+def _tell_metrics(run: Run, version: Version, about: Mapping[str, Any]) -> None:
+    numbers = {"validation_loss": about["mean"], "validation_terms": about["count"], "time": time.time()}
+    metrics.store_validation(run.store, run.job.name, {"step": version.step, "generation": version.generation, **numbers})
 
-    ``lineage`` is that of the run; without it, it is read from the bucket.
+
+KINDS = {EXPORT: Kind(), SAMPLES: Kind(), VALIDATION: Kind(at_end=False, tells=_tell_metrics)}
+"""The kinds of debts.  The members validate the state after the last step themselves."""
+
+
+def debts(run: Run, lineage: Lineage | None = None, asked: Asked | None = None, kinds: Iterable[str] = KINDS) -> list[Debt]:
+    """Returns what the run owes of some ``kinds``, oldest first, with what was given up as long as its checkpoint is there.
+
+    ``lineage`` is that of the run, and ``asked`` is what it has recorded; without them, they are read from the bucket.
     """
-    asked = kinds(job)
-    if not asked:
+    asked = recorded.of(run) if asked is None else asked
+    if not (wanted := [kind for kind in asked.kinds if kind in kinds]):
         return []
     lineage = run.standing(0, 0.0).history.lineage if lineage is None else lineage
     known, found = _Good(run, lineage), list[Debt]()
-    for kind, every in asked.items():
+    for kind in wanted:
         done, failed = _noted(run, kind, lineage)
         given_up = [debt for debt in failed.values() if debt.given_up]
         settled = {*done, *(debt.version for debt in given_up)}
-        due, last = {*known.firsts(every, {version.step for version in settled})}, {*known.at(job.steps)}
-        due = due - last if kind == VALIDATION else due | last  # the members validate the last one
-        found += [failed.get(version, Debt(version, kind)) for version in due - settled] + given_up
+        due = set[Version]()
+        for stretch in asked.stretches(kind, lineage, known.since):
+            due |= {*known.firsts(stretch, {version.step for version in settled})}
+            if stretch.after < run.job.steps <= stretch.last:
+                last = {*known.at(run.job.steps)} if stretch.every else set[Version]()
+                due = due | last if KINDS[kind].at_end else due - last
+        found += [failed.get(version, Debt(version, kind)) for version in due - settled]
+        found += [debt for debt in given_up if debt.version in known.at(debt.version.step)]
     return sorted(found)
 
 
-def needed(run: Run, job: Job, lineage: Lineage) -> frozenset[Version]:
+def needed(found: Iterable[Debt]) -> frozenset[Version]:
     """Returns the checkpoints that must stay, since something is owed for them that was not given up."""
-    return frozenset(debt.version for debt in debts(run, job, lineage) if not debt.given_up)
+    return frozenset(debt.version for debt in found if not debt.given_up)
 
 
 def result(run: Run, debt: Debt) -> dict[str, Any]:
@@ -107,27 +132,70 @@ def result(run: Run, debt: Debt) -> dict[str, Any]:
 
 def note_done(run: Run, debt: Debt, about: Mapping[str, Any]) -> bool:
     """Notes that it is done, with its result.  Returns False if somebody else has noted it before."""
-    if debt.kind == VALIDATION:
-        numbers = {"validation_loss": about["mean"], "validation_terms": about["count"], "time": time.time()}
-        metrics.store_validation(run.store, run.job.name, {"step": debt.version.step, "generation": debt.version.generation, **numbers})
+    if (tells := KINDS[debt.kind].tells) is not None:
+        tells(run, debt.version, about)
     try:
         run.store.put_if_absent(_done(run, debt), seal({"format": FORMAT, **about}))
     except Exists:
         return False
+    finally:
+        with suppress(StorageError, OSError):
+            run.store.delete(_progress(run, debt))
     return True
+
+
+def note_told(run: Run, debt: Debt) -> None:
+    """Notes that the journal knows the result."""
+    with suppress(Exists):
+        run.store.put_if_absent(f"{_folder(run, debt)}/told.json", seal({"format": FORMAT}))
+
+
+class Progress:
+    """Notes in the bucket, now and then, that an attempt makes progress: it is called after each small part of the work.
+
+    Whoever waits for the attempt reads it with :func:`progress`.  If the bucket does not take a note, the next one may do.
+    """
+
+    def __init__(self, run: Run, debt: Debt) -> None:
+        self._run, self._debt, self._count = run, debt, 0
+        self._every_s = min(BEAT_S, run.job.deadlines.wait_s / 20)
+        self._next = time.monotonic() + self._every_s
+
+    def __call__(self) -> None:
+        self._count += 1
+        if time.monotonic() >= self._next:
+            with suppress(StorageError, OSError):
+                about = {"format": FORMAT, "count": self._count, "at": time.time()}
+                self._run.store.put(_progress(self._run, self._debt), seal(about))
+            self._next = time.monotonic() + self._every_s
+
+
+def progress(run: Run, debt: Debt) -> tuple[int, float]:
+    """Returns what :class:`Progress` has noted last: the number of parts that were done, and the time; zeros if it has noted nothing."""
+    key = _progress(run, debt)
+    try:
+        about = unseal(run.store.get(key), run.store.full_name(key), FORMAT)
+    except Missing:
+        return 0, 0.0
+    return about["count"], about["at"]
 
 
 def failed(run: Run, debt: Debt, failure: Failure) -> str:
     """Notes that an attempt has failed, and returns the sentence that says so."""
     debt = _note_failure(run, debt, failure)
-    tries = f"given up after {len(debt.failures)} attempts; `elastic owed` with the job file lists it, and --pay tries again"
+    tries = f"given up after {len(debt.failures)} attempts; {AGAIN}"
     return f"{debt} failed: {failure.why}; {tries if debt.given_up else 'again soon'}"
+
+
+def give_up(run: Run, debt: Debt, why: str) -> str:
+    """Notes that nobody tries it again unasked, and returns the sentence that says so."""
+    return f"{_note_failure(run, debt, Failure(why, last=True))} is given up: {why}; {AGAIN}"
 
 
 def _note_failure(run: Run, debt: Debt, failure: Failure) -> Debt:
     """Notes that an attempt has failed, and returns the debt with all that have."""
     noted = _failures(run, debt)
-    about = {"format": FORMAT, "why": failure.why, "died": failure.died}
+    about = {"format": FORMAT, "why": failure.why, "died": failure.died, **({"last": True} if failure.last else {})}
     while True:
         try:
             noted.add(noted.newest() + 1, about)
@@ -136,9 +204,9 @@ def _note_failure(run: Run, debt: Debt, failure: Failure) -> Debt:
         return _with_failures(run, debt)
 
 
-def validated(found: Validated) -> dict[str, Any]:
-    """Returns the document of a validation, from which :func:`found` has its bits."""
-    return {"loss": float(found.loss).hex(), "count": found.count, "mean": found.mean}
+def validated(found: Validated, held_out: str) -> dict[str, Any]:
+    """Returns the document of a validation on the samples that ``held_out`` tells from others.  :func:`found` has its bits from there."""
+    return {"loss": float(found.loss).hex(), "count": found.count, "mean": found.mean, "held_out": held_out}
 
 
 def found(about: Mapping[str, Any]) -> Validated:
@@ -152,9 +220,14 @@ def stands(run: Run, debt: Debt) -> tuple[bool, int]:
     return any(key.endswith("done.json") for key in keys), sum("/failed/" in key for key in keys)
 
 
-def done(run: Run, kind: str, lineage: Lineage) -> list[Debt]:
-    """Returns what is done of a kind, oldest first."""
-    return sorted(Debt(version, kind) for version in _noted(run, kind, lineage)[0])
+def untold(run: Run, kind: str, lineage: Lineage) -> list[Debt]:
+    """Returns what is done of a kind and may be unknown to the journal, oldest first."""
+    noted = _notes(run, kind)
+    return sorted(
+        Debt(version, kind)
+        for version, names in noted.items()
+        if "done.json" in names and "told.json" not in names and contains(lineage, version)
+    )
 
 
 def sentence(owed: Iterable[Debt]) -> str:
@@ -178,8 +251,9 @@ class _Good:
     def __init__(self, run: Run, lineage: Lineage) -> None:
         self._checkpoints, self._lineage = run.checkpoints, lineage
         inherited = run.checkpoints.inherited
-        self._since = max((version.step for version in inherited), default=0)
-        self._steps = [step for step in run.checkpoints.steps() if step > self._since]
+        self.since = max((version.step for version in inherited), default=0)
+        """The step up to which all is of the run that this one was forked from."""
+        self._steps = [step for step in run.checkpoints.steps() if step > self.since]
         self._known: dict[int, list[Version]] = {}
 
     def at(self, step: int) -> list[Version]:
@@ -191,18 +265,18 @@ class _Good:
             self._known[step] = [each.version for each in listed if each.good and contains(self._lineage, each.version)]
         return self._known[step]
 
-    def firsts(self, every: int, settled: set[int]) -> list[Version]:
-        """Returns the first good checkpoint at or after each multiple of ``every``, but for those after a step that is ``settled``.
+    def firsts(self, stretch: Stretch, settled: Iterable[int]) -> list[Version]:
+        """Returns the first good checkpoint at or after each multiple in a stretch, but for those after a step that is ``settled``.
 
         Later checkpoints do not take the place of one that was settled and is deleted by now.  The last step settles none before it.
         """
-        periods: dict[int, list[int]] = {}
-        for step in self._steps:
-            if step // every * every > self._since:
+        every, periods, first = stretch.every, dict[int, list[int]](), dict[int, int]()
+        for step in self._steps if every else ():
+            if stretch.after < step // every * every and step <= stretch.last:
                 periods.setdefault(step // every, []).append(step)
-        first: dict[int, int] = {}
-        for step in sorted(settled):
-            first.setdefault(step // every, step)
+        for step in sorted(settled) if every else ():
+            if stretch.after < step <= stretch.last:
+                first.setdefault(step // every, step)
         before = ([step for step in steps if step < first.get(number, step + 1)] for number, steps in periods.items())
         found = (next((v for step in steps for v in self.at(step)), None) for steps in before)
         return [version for version in found if version is not None]
@@ -210,20 +284,26 @@ class _Good:
 
 def _noted(run: Run, kind: str, lineage: Lineage) -> tuple[set[Version], dict[Version, Debt]]:
     """Returns what is done of a kind, and the debts of which an attempt has failed; both of the surviving lineage."""
-    prefix = f"{run.job.name}/owed/{kind}/"
-    done, failed = set[Version](), set[Version]()
+    noted = {version: names for version, names in _notes(run, kind).items() if contains(lineage, version)}
+    done = {version for version, names in noted.items() if "done.json" in names}
+    failed = (version for version, names in noted.items() if version not in done and any(name.startswith("failed/") for name in names))
+    return done, {version: _with_failures(run, Debt(version, kind)) for version in failed}
+
+
+def _notes(run: Run, kind: str) -> dict[Version, set[str]]:
+    """Returns the names of the documents of each debt of a kind."""
+    prefix, found = f"{run.job.name}/owed/{kind}/", dict[Version, set[str]]()
     for key in run.store.list(prefix):
         place, _, name = key.removeprefix(prefix).partition("/")
         step, generation = map(int, place.split("-"))
-        (done if name == "done.json" else failed).add(Version(step, generation))
-    survive = [version for version in failed - done if contains(lineage, version)]
-    return {version for version in done if contains(lineage, version)}, {
-        version: _with_failures(run, Debt(version, kind)) for version in survive
-    }
+        found.setdefault(Version(step, generation), set()).add(name)
+    return found
 
 
 def _with_failures(run: Run, debt: Debt) -> Debt:
-    return Debt(debt.version, debt.kind, tuple(Failure(each["why"], each["died"]) for each in _failures(run, debt).every()))
+    return Debt(
+        debt.version, debt.kind, tuple(Failure(each["why"], each["died"], each.get("last", False)) for each in _failures(run, debt).every())
+    )
 
 
 def _folder(run: Run, debt: Debt) -> str:
@@ -232,6 +312,10 @@ def _folder(run: Run, debt: Debt) -> str:
 
 def _done(run: Run, debt: Debt) -> str:
     return f"{_folder(run, debt)}/done.json"
+
+
+def _progress(run: Run, debt: Debt) -> str:
+    return f"{_folder(run, debt)}/progress.json"
 
 
 def _failures(run: Run, debt: Debt) -> Numbered:

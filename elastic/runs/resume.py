@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isnan
 from typing import Any
 
 from elastic.config.values import checkpoint_of, same_checkpoint
@@ -127,17 +126,15 @@ def best_of(run: Run) -> tuple[Version, float] | None:
     found = metrics.validations(run, history.lineage, older=history.best is None)
     if history.best is not None:
         found.setdefault(history.best.version, history.best.found.mean)
-    if not found:
-        return None
-    version = min(found, key=lambda each: (isnan(found[each]), found[each], each))  # what is no number is never the best
-    return version, found[version]
+    version = metrics.best(found)
+    return None if version is None else (version, found[version])
 
 
 def _best(run: Run) -> Version:
     """Returns the first good checkpoint at or after the best validated version, as ``checkpoint.keep_best`` keeps it."""
     name, found = run.job.name, best_of(run)
     if found is None:
-        raise JobError(f"{name}@best: {name} has no validation; name a step, or set validation.every in its job")
+        raise JobError(f"{name}@best: {name} has no validation with a number; name a step, or set validation.every in its job")
     best = found[0]
     if not (later := [version for version in saved(run) if version >= best]):
         raise JobError(f"{name}@best: the best validation was after step {best.step}, and there is no checkpoint of it or after it")

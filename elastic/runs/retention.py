@@ -11,16 +11,15 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import isnan
 
 from elastic.control import saves
 from elastic.ids import Version
 from elastic.plan.retention import Found, Keep, reasons, victims, young
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
-from elastic.protocol.lineage import Lineage
 from elastic.runs import branches, forks, metrics, owed
 from elastic.runs.forks import Reference
+from elastic.runs.owed import Debt
 from elastic.runs.run import Run
 from storage.checkpoints import Listed
 from storage.errors import Exists, StorageError
@@ -48,7 +47,9 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: fl
     newest = max(asked.saved, default=None)
     there = [version for version in good if newest is None or version <= newest]
     kept = reasons(there, keep, asked.best, branched, young(there, written(listed), keep, now))
-    if keep.best and (first := _best_told(run, asked.lineage, there)) is not None and "best" not in kept.get(first, ()):
+    told = metrics.best(metrics.validations(run, asked.lineage, older=False)) if keep.best else None  # the coordinator may not know it yet
+    first = min((version for version in there if told is not None and version >= told), default=None)
+    if first is not None and "best" not in kept.get(first, ()):
         kept[first] = (*kept.get(first, ()), "best")
     kept |= {version: (*kept.get(version, ()), "owed") for version in good.intersection(owing)}
     if newest not in kept:
@@ -58,13 +59,6 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: fl
     found = [Found(each.version, each.manifest is None and not each.damaged) for each in own if not each.deleted]
     marked = sorted(each.version for each in listed if each.deleted and each.version < newest and each.version not in spared)
     return Verdict(kept, tuple(marked), victims(found, {*kept, *asked.saved}, keep, spared))
-
-
-def _best_told(run: Run, lineage: Lineage, there: Collection[Version]) -> Version | None:
-    """Returns the first checkpoint of ``there`` at or after the best validation in the bucket, which the coordinator may not know yet."""
-    found = metrics.validations(run, lineage, older=False)
-    best = min((version for version in found if not isnan(found[version])), key=lambda each: (found[each], each), default=None)
-    return None if best is None else min((version for version in there if version >= best), default=None)
 
 
 def written(listed: Iterable[Listed]) -> dict[Version, float]:
@@ -80,6 +74,32 @@ def needed(run: Run) -> dict[Version, str]:
     return branched | {version: f"run {others[-1]!r}" for version, others in forks.references(store, name).items()}
 
 
+@dataclass(frozen=True)
+class Look:
+    """Holds what a look has found: the checkpoints of a run, what is owed for them, and which are kept and why."""
+
+    listed: list[Listed]
+    newest: Version | None
+    """The checkpoint from which the run goes on."""
+    debts: list[Debt]
+    verdict: Verdict
+
+
+def look(run: Run, keep: Keep, asked: Retain | None = None, now: float | None = None) -> Look:
+    """Looks at the checkpoints of a run by the rules of ``keep`` and by what the run has recorded that is owed for them.
+
+    ``asked`` is what its coordinator knows, by default what a coordinator would know that begins now.  ``now`` is the wall-clock time, by
+    default this machine's.
+    """
+    listed = run.checkpoints.versions()
+    if asked is None:  # it counts on the newest checkpoint only
+        asked = saves.retained(run.standing(0, 0.0))
+        asked = replace(asked, saved=asked.saved[-1:])
+    debts = owed.debts(run, asked.lineage)
+    verdict = judge(run, keep, asked, listed, time.time() if now is None else now, owed.needed(debts))
+    return Look(listed, max(asked.saved, default=None), debts, verdict)
+
+
 def state_of(listed: Listed, newest: Version | None) -> str:
     """Returns the state of a checkpoint in a word or two, ``newest`` being the one from which the run goes on.  No digest is checked."""
     if listed.deleted:
@@ -89,13 +109,12 @@ def state_of(listed: Listed, newest: Version | None) -> str:
     return "newest complete" if listed.version == newest else "complete"
 
 
-def collect(run: Run, keep: Keep, asked: Retain, claim: int, now: float | None = None) -> Verdict:
+def collect(run: Run, keep: Keep, asked: Retain | None, claim: int, now: float | None = None) -> Verdict:
     """Performs a round for the owner whose claim is ``claim``, and returns what it has done.  Raises :class:`Exists` for another claim.
 
-    ``now`` is the wall-clock time, by default this machine's.
+    ``asked`` and ``now`` are as :func:`look` has them.
     """
-    owing = owed.needed(run, run.job, asked.lineage)
-    found = judge(run, keep, asked, run.checkpoints.versions(), time.time() if now is None else now, owing)
+    found = look(run, keep, asked, now).verdict
     found = Verdict(found.kept, found.marked[:MOST], found.due[:MOST])
     remove(run, found.marked, claim)
     mark(run, found.due, "no rule keeps it", claim)
@@ -140,12 +159,6 @@ def _check(run: Run, claim: int) -> None:
         raise Exists(f"{run.job.name}/owner/{latest:06d}.json", run.store.url)
 
 
-def as_it_stands(run: Run) -> Retain:
-    """Returns what a coordinator of the run would ask for, as the bucket knows the run.  It counts on the newest checkpoint only."""
-    asked = saves.retained(run.standing(0, 0.0))
-    return replace(asked, saved=asked.saved[-1:])
-
-
 class Retention:
     """Performs the rounds of an owner of the run, a coordinator's on a thread of its own.  ``tell`` adds a sentence to the run's story."""
 
@@ -156,7 +169,7 @@ class Retention:
         self._failed = False
         """True if the last round failed: that is said once."""
 
-    def ask(self, asked: Retain) -> None:
+    def ask(self, asked: Retain | None) -> None:
         """Performs a round for ``asked``, unless another one is asked for before it begins."""
         self._waiting += 1
         self._pool.submit(self._newest, asked, self._waiting)
@@ -164,12 +177,15 @@ class Retention:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _newest(self, asked: Retain, number: int) -> None:
+    def _newest(self, asked: Retain | None, number: int) -> None:
         if number == self._waiting:
             self.round(asked)
 
-    def round(self, asked: Retain) -> None:
-        """Performs a round, and says once if it fails.  The next one goes on with what it has left."""
+    def round(self, asked: Retain | None = None) -> None:
+        """Performs a round for ``asked``, by default as :func:`look`, and says once if it fails.
+
+        The next one goes on with what it has left.
+        """
         try:
             collect(self.run, self.run.job.keep(), asked, self.claim)
         except Exists:

@@ -5,7 +5,7 @@ Nothing here belongs to a world.  Several processes may do the same at once: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from elastic.errors import ModelError
 from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
+from elastic.runs import asked as recorded
 from elastic.runs import owed
 from elastic.runs.owed import Debt, Failure
 from elastic.runs.run import Run
@@ -28,16 +29,21 @@ from elastic.train.step import microbatch_seed
 from storage.checkpoints import Reader
 from storage.errors import Unavailable
 
+Progressed = Callable[[], None]
+"""The function that an errand calls after each small part of its work, so that whoever waits for it sees that it makes progress."""
+
 
 def pay(run: Run, job: Job, debt: Debt) -> tuple[str, bool]:
     """Performs what is owed and notes the result, or that it failed.  Returns the sentence for the story, and whether it is done.
 
-    The sentence is "" if somebody else was first.
+    It is done with the settings that were recorded when its checkpoint was saved, and all else is as ``job`` says.  The sentence is "" if
+    somebody else was first.
 
     Raises :class:`Unavailable` if the bucket does not answer: that is no failure.
     """
     try:
-        about, told = WORK[debt.kind](run, job, debt.version)
+        asked, progressed = recorded.of(run).job(job, debt.version), owed.Progress(run, debt)
+        about, told = WORK[debt.kind](run, asked, debt.version, progressed)
     except Unavailable:
         raise
     except Exception as error:  # whatever the user's model raises, and a damaged checkpoint
@@ -45,33 +51,36 @@ def pay(run: Run, job: Job, debt: Debt) -> tuple[str, bool]:
     return f"{debt}: {told}" if owed.note_done(run, debt, about) else "", True
 
 
-def export(run: Run, job: Job, version: Version) -> tuple[dict[str, Any], str]:
+def export(run: Run, job: Job, version: Version, progressed: Progressed) -> tuple[dict[str, Any], str]:
     """Writes the weights as one safetensors file into the bucket, with the bytes of model.safetensors of `elastic checkpoint export`."""
     key = f"{job.name}/exports/{version.step:012d}/g{version.generation}/model.safetensors"
-    file = run.checkpoints.export_model(version, key)
+    file = run.checkpoints.export_model(version, key, progressed)
     run.store.tidy(f"{key.rpartition('/')[0]}/")  # what processes that died have left; one that lives tries again, and finds the export
     place = run.store.full_name(key)
     return {"place": key, "bytes": file.size, "digest": file.blake3}, f"{file.size:,} bytes in {place}"
 
 
-def samples(run: Run, job: Job, version: Version) -> tuple[dict[str, Any], str]:
+def samples(run: Run, job: Job, version: Version, progressed: Progressed) -> tuple[dict[str, Any], str]:
     """Lets the model continue each prompt of ``[samples]``."""
     asked, dataset = job.samples, opened(job)
     encoder = encoder_of(dataset)
-    model = restored(job, run.checkpoints.open(version))
+    model = restored(job, run.checkpoints.open(version), progressed)
     texts, tokens = [], []
     for number, prompt in enumerate(asked.prompts):
         generator = torch.Generator().manual_seed(microbatch_seed(asked.seed, version.step, number))
         begun = encoded(encoder, prompt)
         end = encoder.coding.end_of_document
-        found = generate(model, begun, asked.tokens, asked.temperature, generator, end, getattr(dataset, "seq_len", None))
+        found = list[int]()
+        for token in generate(model, begun, asked.tokens, asked.temperature, generator, end, getattr(dataset, "seq_len", None)):
+            found.append(token)
+            progressed()
         tokens.append(found)
         texts.append(encoder.decode(np.array(found, encoder.coding.dtype)).decode(errors="replace"))
     about = {"prompts": list(asked.prompts), "texts": texts, "tokens": tokens, "temperature": asked.temperature, "seed": asked.seed}
     return about, "; ".join(f"{prompt!r} → {text!r}" for prompt, text in zip(asked.prompts, texts, strict=True))
 
 
-WORK: Mapping[str, Callable[[Run, Job, Version], tuple[dict[str, Any], str]]] = {owed.EXPORT: export, owed.SAMPLES: samples}
+WORK: Mapping[str, Callable[[Run, Job, Version, Progressed], tuple[dict[str, Any], str]]] = {owed.EXPORT: export, owed.SAMPLES: samples}
 """The function that performs each kind of debt.  It returns the document, and the end of the sentence that tells of it."""
 
 
@@ -93,23 +102,22 @@ def encoded(encoder: Encoder, prompt: str) -> list[int]:
 @torch.no_grad()
 def generate(
     model: nn.Module, begun: list[int], most: int, temperature: float, generator: torch.Generator, end: int, window: int | None
-) -> list[int]:
-    """Returns at most ``most`` tokens that follow ``begun``, up to the end of a document.  The model sees the last ``window`` of them.
+) -> Iterator[int]:
+    """Yields at most ``most`` tokens that follow ``begun``, up to the end of a document.  The model sees the last ``window`` of them.
 
     With ``temperature`` 0 each is the most likely one, the first of several.
     """
-    tokens, found = torch.tensor([begun], dtype=torch.int64), list[int]()
-    while len(found) < most:
+    tokens = torch.tensor([begun], dtype=torch.int64)
+    for _ in range(most):
         logits = logits_of(model, tokens if window is None else tokens[:, -window:])[0, -1].float()
         if temperature:
             chosen = torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)
         else:
             chosen = logits.argmax().view(1)
-        found.append(int(chosen))
-        if found[-1] == end:
+        yield int(chosen)
+        if int(chosen) == end:
             break
         tokens = torch.cat((tokens, chosen[None]), dim=1)
-    return found
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -150,7 +158,7 @@ def check_samples(job: Job, model: nn.Module, dataset: object) -> None:
             )
 
 
-def restored(job: Job, reader: Reader) -> nn.Module:
+def restored(job: Job, reader: Reader, progressed: Progressed = lambda: None) -> nn.Module:
     """Returns the job's model on the CPU with the weights and buffers of a checkpoint, ready to evaluate.
 
     Raises :class:`ModelError` if the checkpoint lacks one of them.
@@ -168,6 +176,7 @@ def restored(job: Job, reader: Reader) -> nn.Module:
         tensor = stored[part.kind, part.name]
         value = torch.frombuffer(bytearray(data), dtype=DTYPES[tensor.dtype]) if part.count else torch.empty(0, dtype=DTYPES[tensor.dtype])
         made[id(named[part.kind, part.name])] = value.view(tensor.shape)
+        progressed()
     for module in model.modules():  # a weight that modules share stays shared
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, _parameter(made, parameter))

@@ -36,6 +36,7 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.metrics import Row, row_of, with_validation
 from elastic.report.story import Line, Scored, Sentence, Story
+from elastic.runs import asked as recorded
 from elastic.runs import owed
 from elastic.runs.metrics import Sinks, store_rows
 from elastic.runs.retention import Retention
@@ -49,7 +50,7 @@ from elastic.train.context import Context
 from elastic.train.contract import check_loss
 from elastic.train.counters import Counters
 from elastic.train.effects import Effects
-from elastic.train.errands import pay
+from elastic.train.errands import WORK, pay
 from elastic.train.inventory import decay_line
 from elastic.train.machine.device import memory_of
 from elastic.train.microbatch import decided
@@ -146,6 +147,8 @@ class _Local:
         self.story = Story(run.job.steps, run.job.loss)
         self.health, self.skips, self.watched = start.health, start.skips, run.job.rules().watch
         self.retention = Retention(run, self.incarnation, self.show_sentence)
+        recorded.begin(run, start.generation, self.incarnation)
+        self.asked = recorded.of(run)
         self.step = 0
         """The last step that is done."""
         self.rows: list[Row] = []
@@ -276,7 +279,7 @@ class _Local:
 
     def _pay(self) -> None:
         """Performs what is owed, each once; what fails is tried again at the next save."""
-        for debt in owed.debts(self.run, self.run.job, self.lineage):
+        for debt in owed.debts(self.run, self.lineage, self.asked, WORK):
             if not debt.given_up:
                 try:
                     said = pay(self.run, self.run.job, debt)[0]

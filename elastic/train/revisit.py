@@ -33,7 +33,7 @@ from elastic.train.effects import Effects
 from elastic.train.faults import Faults
 from elastic.train.meter import Meter
 from elastic.train.model import State
-from elastic.train.session import make_session, prepare_process
+from elastic.train.session import held_out_of, make_session, prepare_process
 from elastic.train.step import Session, Step
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints
@@ -45,11 +45,16 @@ def evaluate_here(job: Job, step: int | None = None, *, accept_code: bool = Fals
     Raises :class:`JobError`, also if it was made with other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes
     that changed.
     """
+    return validate_here(job, step, accept_code=accept_code)[:2]
+
+
+def validate_here(job: Job, step: int | None = None, *, accept_code: bool = False) -> tuple[Version, Validated, str]:
+    """Returns and raises as :func:`evaluate_here`, and returns what tells the samples from others besides."""
     run = Run.begun(job)
     asked = job.validation.model_copy(update={"every": max(job.validation.every, 1), "by": "members"})
     with _restored(run, job, run.job.replace(validation=asked), step, step, accept_code) as (session, state, fence):
         version = state.shard.version
-        return version, validate(session, state, fence, version.step)
+        return version, validate(session, state, fence, version.step), held_out_of(session)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from elastic.runs import owed
 from elastic.runs.owed import Debt, Failure
 from elastic.runs.run import Run
 from elastic.train.revisit import evaluate_between
+from elastic.train.session import held_out_of
 from elastic.train.step import Session
 from storage.checkpoints import Checkpoints
 from storage.errors import Unavailable
@@ -48,8 +49,14 @@ def _attempt(
 ) -> bool:
     """Returns False if the bucket did not answer, so that another attempt may succeed."""
     try:
-        found = evaluate_between(session, device, checkpoints, debt.version, interrupted)
-        owed.note_done(run, debt, owed.validated(found))
+        progress = owed.Progress(run, debt)
+
+        def asked() -> bool:
+            progress()
+            return interrupted()
+
+        found = evaluate_between(session, device, checkpoints, debt.version, asked)
+        owed.note_done(run, debt, owed.validated(found, held_out_of(session)))
         print(f"{told_of(debt.version.step, found)}, by this spare worker", flush=True)
     except FencedOff as error:
         print(f"the validation of {debt.version} is dropped: {error}", flush=True)

@@ -247,18 +247,18 @@ class Checkpoints:
         """Writes whole tensors as ``model.safetensors`` and ``optimizer.safetensors`` into ``destination``; returns their paths."""
         return export(self.open(version), destination)
 
-    def export_model(self, version: Version, key: str) -> File:
+    def export_model(self, version: Version, key: str, progressed: Callable[[], None] = lambda: None) -> File:
         """Creates the object ``key`` with the bytes of ``model.safetensors``, unless it is there, and returns what it is.
 
-        Raises :class:`Exists` if other bytes are there.
+        ``progressed`` is called after each small part of the work.  Raises :class:`Exists` if other bytes are there.
         """
         reader, name = self.open(version), key.rpartition("/")[2]
-        seen = _Seen(model_pieces(reader))
+        seen = _Seen(_told(model_pieces(reader), progressed))
         try:
             self.store.put_if_absent(key, seen)
         except Exists:
-            file = _digested(name, model_pieces(reader))
-            if not self._is_there(key, file):
+            file = _digested(name, _told(model_pieces(reader), progressed))
+            if not self._is_there(key, file, progressed):
                 raise
             return file
         return File(name, seen.size, seen.digest.hexdigest())
@@ -278,13 +278,14 @@ class Checkpoints:
             return File(name, file.size, file.blake3)
         raise Exists(key, self.store.url)
 
-    def _is_there(self, key: str, file: File) -> bool:
+    def _is_there(self, key: str, file: File, progressed: Callable[[], None] = lambda: None) -> bool:
         """Returns whether the object under ``key`` has the bytes of ``file``.  Holds at most ``FETCH_BYTES`` of them in memory."""
         if self.store.size(key) != file.size:
             return False
         digest = blake3()
         for first in range(0, file.size, FETCH_BYTES):
             digest.update(self.store.get(key, first, min(first + FETCH_BYTES, file.size)))
+            progressed()
         return digest.hexdigest() == file.blake3
 
     def _is_same(self, manifest: Manifest, raw: bytes) -> bool:
@@ -380,6 +381,13 @@ class _Seen:
             self.size += memoryview(piece).nbytes
             self.digest.update(piece)
             yield piece
+
+
+def _told(pieces: Iterable[Piece], progressed: Callable[[], None]) -> Iterator[Piece]:
+    """Yields the pieces, and calls ``progressed`` when the next one is asked for."""
+    for piece in pieces:
+        yield piece
+        progressed()
 
 
 def _digested(name: str, pieces: Iterable[Piece]) -> File:

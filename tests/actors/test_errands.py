@@ -6,34 +6,21 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from torch import Tensor, nn
 
 from actors.cli import main
 from actors.coordinator import View
-from actors.errands import Errands
 from actors.launch import Result
-from actors.objects import UsersCode
-from elastic.control.inbox import Inbox
-from elastic.control.run import Finished
-from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
-from elastic.plan.layout import Layout
-from elastic.protocol.commit_record import Validated
-from elastic.protocol.events import Capacity, Evaluated, Event, Joined, KeeperUp
 from elastic.report.story import Line, Sentence
 from elastic.runs import owed
 from elastic.runs.run import Run
-from tests.control.play import CLASSES, reformed, stepping
-from tests.storage.states import TENSORS, state_of, write
 from tests.support.chaos import Witness, alone, assert_nothing_left, trial
 from tests.support.commands import Command
 from tests.support.job_file import to_toml
@@ -154,7 +141,7 @@ def test_each_is_made_once_though_the_process_that_makes_it_is_killed(tmp_path: 
     told = [line.text for line in chaos.lines if isinstance(line, Sentence)]
     assert sum("samples of step 12 failed: its process died; again soon" in text for text in told) == 1
     assert made(chaos.lines) == dict.fromkeys(names, 1)
-    assert owed.debts(Run.open(job), job) == []
+    assert owed.debts(Run.open(job)) == []
     assert_nothing_left(chaos)
 
 
@@ -290,7 +277,7 @@ def test_l1_spares_validate_while_the_others_train(tmp_path: Path) -> None:
     best = Run.open(job).last_recorded().history.best  # type: ignore[union-attr]
     assert best is not None and best.version.step == min(expected, key=expected.__getitem__)
     assert chaos.hash == alone(toy_job(tmp_path / "plain", name="local", steps=24, data=data_of(24))).hash
-    assert owed.debts(Run.open(job), job) == []
+    assert owed.debts(Run.open(job)) == []
     assert_nothing_left(chaos)
 
 
@@ -325,78 +312,5 @@ def test_a_spare_that_is_seated_drops_its_validation_which_stays_owed(tmp_path: 
     expected = by_members(tmp_path / "alone", 60)
     found = {step: loss / count for step, (loss, count) in scores(job).items()}
     assert {4, 60} <= found.keys() and found == {step: expected[step] for step in found}
-    assert {debt.version.step for debt in owed.debts(Run.open(job), job)} == expected.keys() - found.keys(), "the rest is listed"
+    assert {debt.version.step for debt in owed.debts(Run.open(job))} == expected.keys() - found.keys(), "the rest is listed"
     assert_nothing_left(chaos)
-
-
-class Ordered:
-    """A world of two members and a spare, w3, that is ordered to validate step 10.  No process is behind them; ``play`` is the run."""
-
-    def __init__(self) -> None:
-        self.job = toy_job("memory://ordered", name=str(uuid4()), steps=20, checkpoint={"save_every": 10}, workers={"max": 2, "spares": 1})
-        self.job = self.job.replace(validation={**HELD_OUT, "every": 10, "by": "spares"})
-        self.run, self.play = Run.open(self.job), stepping(2, save_every=10, target_step=20, spares=1)
-        self.play.tell(Capacity(1))
-        self.play.tell(KeeperUp(NodeId("n3")))
-        self.play.tell(Joined(WorkerId("w3"), NodeId("n3"), "cpu", CLASSES))
-        self.orders, self.posted = list[tuple[WorkerId, Version]](), list[Event]()
-        self.errands = Errands(self.job, self.run, 1, UsersCode([]), lambda: self.play.run, print, self.posted.append, self.order)
-        self.save(10)
-        self.errands.begin()
-        until(lambda: self.orders, what="no spare was ordered to validate")
-
-    def order(self, *order: Any) -> None:
-        self.orders.append(order)
-
-    def save(self, step: int) -> Version:
-        version = Version(step, 1)
-        self.play.steps(step - 9, step)
-        self.run.commit(version, write(self.run.checkpoints, version, state_of(TENSORS[:1], seed=1), 1), ((1, step),), Layout())
-        self.play.save(version, "w1", "w2")
-        return version
-
-    def end(self) -> None:
-        """Ends the run.  Its coordinator then waits for what is owed only as long as the thread lives."""
-        self.save(20)
-        assert isinstance(self.play.run.state, Finished) and WorkerId("w3") in self.play.run.workers
-        self.errands._last.set()
-        self.errands.look()
-        assert self.errands._thread is not None
-        self.errands._thread.join(PATIENCE_S)
-
-
-def test_a_run_that_ends_while_a_spare_validates_does_not_wait_for_it() -> None:
-    """Nobody would validate any more, and other debts would wait behind it."""
-    ordered = Ordered()
-    assert ordered.orders == [(WorkerId("w3"), Version(10, 1))]
-    ordered.end()
-    assert not ordered.errands._thread.is_alive() and ordered.posted == []  # type: ignore[union-attr]
-    assert [str(debt) for debt in owed.debts(ordered.run, ordered.job)] == ["validation of step 10"], "it stays owed"
-    ordered.errands.finish(True, Inbox(time.monotonic))
-
-
-def test_a_validation_is_told_though_its_spare_gets_a_seat_at_once() -> None:
-    """The result is in the bucket, and nobody has looked for it when the spare takes a dead member's seat."""
-    ordered = Ordered()
-    found = Validated(1.5, 3)
-    play, (debt,) = ordered.play, owed.debts(ordered.run, ordered.job)
-    play.lose("w2")
-    play.answer("w1", Version(10, 1))
-    assert play.plan.members == ("w1", "w3")
-    assert owed.note_done(ordered.run, debt, owed.validated(found))
-    reformed(play)
-    ordered.errands.look()  # as after each save
-    until(lambda: ordered.posted, what="nobody was told of it")
-    assert ordered.posted == [Evaluated(Version(10, 1), found)], "once"
-    ordered.errands.finish(False, Inbox(time.monotonic))
-
-
-def test_a_job_that_asks_for_nothing_has_no_process_and_no_thread() -> None:
-    job = toy_job("memory://nothing")
-    run = Run.open(job)
-    idle = Errands(job, run, 1, UsersCode([]), lambda: run.standing(0, 0.0), print, print, print)
-    idle.begin()
-    idle.look()
-    assert not [thread for thread in threading.enumerate() if thread.name == "errands"]
-    idle.finish(True, Inbox(time.monotonic))
-    assert idle.owed == ""

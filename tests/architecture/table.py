@@ -85,7 +85,13 @@ IMPORTS = {
             *("elastic.sources", "storage.*", *NAMES),
         )
     ),
-    "elastic.runs.owed": Row(("elastic.job", "elastic.protocol.*", "elastic.runs.metrics", "elastic.runs.run", "storage.*", *NAMES)),
+    "elastic.runs.asked": Row(
+        (
+            *("elastic.config.sections", "elastic.job", "elastic.protocol.lineage", "elastic.runs.branches"),
+            *("elastic.runs.run", "storage.*", *NAMES),
+        )
+    ),
+    "elastic.runs.owed": Row(("elastic.protocol.*", "elastic.runs.asked", "elastic.runs.metrics", "elastic.runs.run", "storage.*", *NAMES)),
     "elastic.runs.retention": Row(
         (
             *(
@@ -203,6 +209,7 @@ IMPORTS = {
                 "elastic.runs.branches",
                 "elastic.config.sections",
                 "elastic.runs.forks",
+                "elastic.runs.asked",
                 "elastic.runs.metrics",
                 "elastic.runs.owed",
                 "elastic.runs.resume",

@@ -230,7 +230,7 @@ def test_l2_a_row_waits_for_a_spare_but_not_when_the_run_ends_and_what_comes_lat
     assert [line["step"] for line in lines(run)] == [*range(1, 11)]
     assert resume.best_of(run) is None and not any("validation_loss" in row for row in rows_of(run)), "the control"
     for step, loss in ((5, 2.0), (10, 1.0)):
-        owed.note_done(run, Debt(Version(step, 1), owed.VALIDATION), owed.validated(Validated(4 * loss, 4)))
+        owed.note_done(run, Debt(Version(step, 1), owed.VALIDATION), owed.validated(Validated(4 * loss, 4), ""))
     found = {row["step"]: (row["validation_loss"], row["validation_terms"]) for row in rows_of(run) if "validation_loss" in row}
     assert found == {5: (2.0, 4), 10: (1.0, 4)}
     run.commit(Version(10, 1), write(run.checkpoints, Version(10, 1), state_of(TENSORS[:1], seed=1), 1), ((1, 10),), Layout())

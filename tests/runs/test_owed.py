@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,26 @@ from actors.report_command import report
 from actors.run_commands import Absent
 from elastic.errors import JobError
 from elastic.ids import Version
-from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, extended
-from elastic.runs import branches, forks, owed
+from elastic.runs import asked, branches, forks, owed
 from elastic.runs.forks import Origin
 from elastic.runs.owed import DEATHS, Debt, Failure
-from elastic.runs.resume import LATEST, start_of
-from elastic.runs.retention import collect, judge
+from elastic.runs.resume import LATEST, best_of, start_of
+from elastic.runs.retention import collect, judge, look
 from elastic.runs.run import Run
-from elastic.train.errands import pay
+from elastic.train.errands import WORK, pay
 from storage.objects import ObjectStore
 from storage.objects.port import PARTIAL
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.stores import Forwarding
-from tests.support.toys import toy_job
+from tests.support.toys import Sums, toy_job
 
 STATE = state_of(TENSORS[:2], seed=1)
 _numbers = itertools.count()
+HELD_OUT = "the samples, 3 samples"
 
 
 def run_of(bucket: Path | str = "", name: str = "toy", **settings: Any) -> Run:
@@ -46,12 +47,19 @@ def save(run: Run, step: int, generation: int = 1, lineage: Lineage = ()) -> Ver
     return version
 
 
-def listed(run: Run, job: Job | None = None) -> list[str]:
-    return [f"{debt.kind} {debt.version.step}" for debt in owed.debts(run, job or run.job)]
+def listed(run: Run) -> list[str]:
+    return [f"{debt.kind} {debt.version.step}" for debt in owed.debts(run)]
+
+
+def started(run: Run, claim: int = 1, generation: int = 0, **settings: Any) -> Run:
+    """Returns the run as a command finds it that starts it with other settings; ``generation`` is the last one that the run knows."""
+    again = Run.open(run.job.replace(**settings))
+    asked.begin(again, generation, claim)
+    return again
 
 
 def paid(run: Run, *steps: int) -> None:
-    for debt in owed.debts(run, run.job):
+    for debt in owed.debts(run, kinds=WORK):
         if debt.version.step in steps:
             assert pay(run, run.job, debt)[1]
 
@@ -63,9 +71,12 @@ def test_a_checkpoint_owes_at_or_after_each_multiple_and_at_the_last_step() -> N
     assert listed(run) == ["export 10", "export 21"]
     save(run, 25)
     assert listed(run) == ["export 10", "export 21", "export 25"]
-    both = run.job.replace(samples={"every": 20, "prompts": ["a"]})
-    assert listed(run, both) == ["export 10", "export 21", "samples 21", "export 25", "samples 25"]
-    assert listed(run, run.job.replace(export={"every": 0})) == [], "the control: a job that asks for nothing"
+    for step, settings in ((24, {"samples": {"every": 20, "prompts": ["a"]}}), (25, {"export": {"every": 0}})):
+        other = run_of(**{"steps": 25} | settings)
+        for each in (8, 10, 12, 21, step):
+            save(other, each)
+        expected = ["export 10", "export 21", "samples 21"] if step == 24 else []
+        assert listed(other) == expected, "the control: a job that asks for nothing"
 
 
 def test_spares_owe_validations_but_that_of_the_last_step() -> None:
@@ -74,15 +85,21 @@ def test_spares_owe_validations_but_that_of_the_last_step() -> None:
     for step in (8, 12, 20):
         save(run, step)
     assert listed(run) == ["validation 12"] and [run.job.validates(step) for step in (10, 12, 20)] == [False, False, True]
-    (debt,) = owed.debts(run, run.job)
-    assert owed.stands(run, debt) == (False, 0) and owed.done(run, owed.VALIDATION, ((1, 20),)) == []
+    (debt,) = owed.debts(run)
+    assert owed.stands(run, debt) == (False, 0) and owed.untold(run, owed.VALIDATION, ((1, 20),)) == []
     owed.failed(run, debt, Failure("no such thing"))
     assert owed.stands(run, debt) == (False, 1)
-    assert [owed.note_done(run, debt, owed.validated(Validated(0.1, 3))) for _ in range(2)] == [True, False]
-    assert owed.stands(run, debt) == (True, 1) and listed(run) == [] and owed.done(run, owed.VALIDATION, ((1, 20),)) == [debt]
-    assert owed.found(owed.result(run, debt)) == Validated(0.1, 3)
-    control = run.job.replace(validation={"every": 10})
-    assert listed(run, control) == [] and [control.validates(step) for step in (10, 12, 20)] == [True, False, True]
+    assert [owed.note_done(run, debt, owed.validated(Validated(0.1, 3), HELD_OUT)) for _ in range(2)] == [True, False]
+    assert owed.stands(run, debt) == (True, 1) and listed(run) == [] and owed.untold(run, owed.VALIDATION, ((1, 20),)) == [debt]
+    about = owed.result(run, debt)
+    assert owed.found(about) == Validated(0.1, 3) and about["held_out"] == HELD_OUT
+    owed.note_told(run, debt)
+    owed.note_told(run, debt)
+    assert owed.untold(run, owed.VALIDATION, ((1, 20),)) == [] == listed(run)
+    control = run_of(steps=20, export={}, validation={"every": 10})
+    for step in (8, 12, 20):
+        save(control, step)
+    assert listed(control) == [] and [control.job.validates(step) for step in (10, 12, 20)] == [True, False, True]
 
 
 def test_what_is_settled_is_not_owed_by_a_later_checkpoint_when_it_is_deleted() -> None:
@@ -107,7 +124,7 @@ def test_the_last_step_settles_nothing_before_it() -> None:
         save(run, step)
     owed.failed(run, Debt(Version(20, 1), owed.EXPORT), Failure("no such thing"))
     paid(run, 25)
-    assert listed(run) == ["export 10", "export 20"] == listed(run, run.job.replace(steps=50))
+    assert listed(run) == ["export 10", "export 20"] == listed(Run(run.job.replace(steps=50), run.store))
     paid(run, 10, 20)
     assert listed(run) == [], "the control"
 
@@ -118,7 +135,7 @@ def test_l7_the_best_stays_before_the_coordinator_knows_of_it() -> None:
     run = run_of(checkpoint={"save_every": 2, "keep_last": 2, "keep_best": True}, **spares)
     versions = [save(run, step) for step in (10, 20, 30, 36)]
     for version, loss in zip(versions, (5.0, 1.0, 9.0), strict=False):
-        owed.note_done(run, Debt(version, owed.VALIDATION), owed.validated(Validated(loss, 1)))
+        owed.note_done(run, Debt(version, owed.VALIDATION), owed.validated(Validated(loss, 1), HELD_OUT))
     asked = Retain(tuple(versions), ((1, 36),), versions[0], ())
     kept = judge(run, run.job.keep(), asked, run.checkpoints.versions(), 0.0).kept
     assert {version.step: names for version, names in kept.items()} == {36: ("newest", "last"), 30: ("last",), 20: ("best",), 10: ("best",)}
@@ -129,7 +146,7 @@ def test_l5_another_checkpoint_than_the_best_is_not_taken_in_silence() -> None:
     run = run_of(export={})
     versions = [save(run, step) for step in (10, 20)]
     for version, loss in zip(versions, (1.0, 5.0), strict=True):
-        owed.note_done(run, Debt(version, owed.VALIDATION), owed.validated(Validated(loss, 1)))
+        owed.note_done(run, Debt(version, owed.VALIDATION), owed.validated(Validated(loss, 1), HELD_OUT))
     for name, init, said in (("one", "", ""), ("two", "toy@best", "")):
         job = run.job.replace(name=name, init=init)
         assert said == start_of(job, LATEST if init else "toy@best").said
@@ -143,10 +160,10 @@ def test_l5_another_checkpoint_than_the_best_is_not_taken_in_silence() -> None:
 def test_only_one_of_two_that_do_the_same_notes_it_and_the_bytes_are_the_same() -> None:
     run = run_of()
     save(run, 10)
-    (debt,) = owed.debts(run, run.job)
+    (debt,) = owed.debts(run)
     first, second = (pay(run, run.job, debt) for _ in range(2))
     assert first[1] and second == ("", True) and first[0].startswith("export of step 10: ")
-    assert [*map(owed.sentence, (owed.debts(run, run.job),))] == [""]
+    assert [*map(owed.sentence, (owed.debts(run),))] == [""]
 
 
 def test_a_branch_and_a_fork_owe_nothing_for_what_they_left_behind() -> None:
@@ -160,7 +177,7 @@ def test_a_branch_and_a_fork_owe_nothing_for_what_they_left_behind() -> None:
     assert listed(run) == [] == listed(again), "20 and 30 are abandoned"
     line = extended(((1, 10),), Version(20, 2))
     save(again, 20, 2, line)
-    assert [debt.version for debt in owed.debts(again, job)] == [Version(20, 2)]
+    assert [debt.version for debt in owed.debts(again)] == [Version(20, 2)]
     fork = job.replace(name="fork", export={"every": 8})
     forks.begin(run.store, fork, Origin("toy", Version(20, 2)), {})
     forked = Run.look(fork)
@@ -174,40 +191,148 @@ def test_what_fails_is_counted_and_given_up_aloud(capsys: pytest.CaptureFixture[
     """Deaths count less than errors.  The command lists it, and does it after all."""
     run = run_of(tmp_path)
     save(run, 10)
-    (debt,) = owed.debts(run, run.job)
+    (debt,) = owed.debts(run)
     said = [owed.failed(run, debt, Failure("its process died", died=True)) for _ in range(DEATHS - 3)]
     said += [owed.failed(run, debt, Failure("no such thing")) for _ in range(2)]
-    assert {text.rpartition("; ")[2] for text in said} == {"again soon"} and not owed.debts(run, run.job)[0].given_up
+    assert {text.rpartition("; ")[2] for text in said} == {"again soon"} and not owed.debts(run)[0].given_up
     assert owed_command.owed(run.job, pay=False) == 0 and "owed" in capsys.readouterr().out
     assert "given up after 10 attempts" in owed.failed(run, debt, Failure("no such thing"))
-    (given_up,) = owed.debts(run, run.job)
+    (given_up,) = owed.debts(run)
     assert given_up.given_up and owed.sentence([given_up]) == "given up: export of step 10 (no such thing)"
-    assert owed.needed(run, run.job, ((1, 10),)) == frozenset()
-    assert owed_command.owed(run.job, pay=False) == 1 and "given up" in capsys.readouterr().out
+    assert owed.needed(owed.debts(run)) == frozenset()
+    assert owed_command.owed(run.job, pay=False) == 1
+    assert "given up" in (out := capsys.readouterr().out) and "is tried again by --pay" in out
     assert owed_command.owed(run.job, pay=True) == 0
     assert "export of step 10: " in (out := capsys.readouterr().out) and "owes nothing" in out
 
 
-def test_a_validation_that_nobody_can_make_any_more_does_not_keep_the_command_from_the_rest(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """It was given up, and the rules have deleted its checkpoint since."""
+def test_what_was_given_up_is_listed_as_long_as_its_checkpoint_exists(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Nobody can make it any more then.  The command does the rest.  The control: the same before the checkpoint is deleted."""
     run = run_of(tmp_path, steps=20, validation={"every": 10, "by": "spares"}, workers={"spares": 1})
     for step in (10, 20):
         save(run, step)
+    paid(run, 10)
     for _ in range(3):
         owed.failed(run, Debt(Version(10, 1), owed.VALIDATION), Failure("out of memory"))
-    run.checkpoints.mark(Version(10, 1), "a test")
-    run.checkpoints.remove(Version(10, 1))
     assert listed(run) == ["validation 10", "export 20"]
-    assert owed_command.owed(run.job, pay=True) == 1
-    out = capsys.readouterr().out
-    assert "validation of step 10 failed: no good checkpoint at step 10" in out and "export of step 20: " in out
-    assert listed(run) == ["validation 10"]
+    run.checkpoints.mark(Version(10, 1), "a test")
+    assert listed(run) == ["export 20"]
+    run.checkpoints.remove(Version(10, 1))
+    assert listed(run) == ["export 20"], "a later checkpoint does not take its place"
+    assert owed_command.owed(run.job, pay=True) == 0
+    assert "export of step 20: " in (out := capsys.readouterr().out) and "validation" not in out
+
+
+def test_what_is_owed_is_what_the_run_has_recorded_whatever_the_job_file_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The files ask for nothing, and for much more.  The control: what the run owes is done, and then nobody lists anything."""
+    run = run_of(tmp_path / "bucket", checkpoint={"save_every": 2, "keep_last": 2})
+    for step in range(8, 30, 2):
+        save(run, step)
+    run.claim("local")
+    nothing = run.job.replace(export={}, steps=900)
+    more = run.job.replace(export={"every": 2}, samples={"every": 2, "prompts": ["a"]})
+    for job in (nothing, more):
+        assert owed_command.owed(job, pay=False) == 0
+        assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if "export" in line] == ["10", "20"]
+        assert checkpoint_commands.ls(job) == 0 and capsys.readouterr().out.count("owed") == 2
+        assert checkpoint_commands.show(job, 10) == 0 and "kept by     owed" in capsys.readouterr().out
+        assert checkpoint_commands.gc(job, dry=True, force=True) == 0
+        deleted = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+        assert deleted == [8, 12, 14, 16, 18, 22, 24], "10 and 20, and the last two, stay"
+        assert "owed: export of step 10, export of step 20" in Absent.of(job).said
+        assert report(job, tmp_path / "page.html", None) == 0
+        assert "owed: export of step 10, export of step 20" in (tmp_path / "page.html").read_text()
+        capsys.readouterr()
+    assert owed_command.owed(nothing, pay=True) == 0
+    assert owed_command.owed(more, pay=False) == 0 and capsys.readouterr().out.count("owes nothing") == 2
+
+
+def test_a_checkpoint_owes_what_was_asked_under_which_it_was_saved() -> None:
+    """The judge are the rules in words: an old checkpoint owes nothing, and the first multiple counts that comes after the change.
+
+    The control is a run that asks for the same again, which changes nothing and writes nothing.
+    """
+    run = run_of(export={})
+    for step in (8, 10, 14):
+        save(run, step)
+    assert listed(run) == []
+    on = started(run, claim=1, generation=1, export={"every": 10})
+    assert listed(on) == [], "10 was saved before"
+    line: Lineage = ((1, 14), (2, 22))
+    for step in (16, 20, 22):
+        save(on, step, 2, (line[0], (2, step)))
+    assert listed(on) == ["export 20"]
+    often = started(on, claim=2, generation=2, export={"every": 4})
+    line = (*line, (3, 26))
+    for step in (24, 26):
+        save(often, step, 3, (*line[:2], (3, step)))
+    assert listed(often) == ["export 20", "export 24"]
+    assert asked.of(often) == asked.of(started(often, claim=3, generation=3, export={"every": 4})), "the control"
+    off = started(often, claim=4, generation=3, export={})
+    for step in (28, 40):
+        save(off, step, 4, (*line, (4, step)))
+    assert listed(off) == ["export 20", "export 24"], "also of the last step nothing is asked any more"
+    assert len(off.store.list("toy/asked/")) == 3
+
+
+def test_a_run_that_is_started_again_with_the_same_settings_owes_no_period_twice() -> None:
+    """The export of 10 is made before the restart, and 12 is saved after it.  The control: 20, of the next period."""
+    run = run_of()
+    save(run, 10)
+    paid(run, 10)
+    again = started(run, claim=1, generation=1, samples={"every": 10, "prompts": ["a"]})
+    for step in (12, 20):
+        save(again, step, 2, ((1, 10), (2, step)))
+    assert listed(again) == ["export 20", "samples 20"]
+
+
+def test_a_text_is_made_with_the_settings_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose job says something else makes it so, too, with code that it gives as an object."""
+    run = run_of(export={}, samples={"every": 10, "prompts": ["then"]})
+    save(run, 10)
+    now = started(run, claim=1, generation=1, samples={"every": 10, "prompts": ["now"]})
+    save(now, 20, 2, ((1, 10), (2, 20)))
+    known = asked.of(now)
+    prompts = [known.job(now.job, debt.version).samples.prompts for debt in owed.debts(now)]
+    assert prompts == [("then",), ("now",)]
+    given = now.job.replace(validation={"every": 10, "dataset": Sums})
+    assert isinstance(given.validation.dataset, str) and known.job(given, Version(10, 1)).validation == given.validation
+    seen = []
+    monkeypatch.setitem(WORK, "samples", lambda run, job, version, progressed: (seen.append(job.samples.prompts) or {}, ""))
+    for debt in owed.debts(now):
+        assert pay(now, now.job, debt)[1]
+    assert seen == prompts
+
+
+def test_branches_record_what_they_ask_and_an_older_claim_does_not_overrule_a_newer_one() -> None:
+    run = run_of(export={})
+    save(run, 10)
+    job = run.job.replace(steps=50, export={"every": 4})
+    branches.begin(run.store, job, run.job, Version(10, 1), 0.0, until=1, claim=1)
+    branch = Run(job, run.store)
+    save(branch, 12, 2, ((1, 10), (2, 12)))
+    assert listed(branch) == ["export 12"]
+    newer = started(branch, claim=3, generation=2, export={"every": 6})
+    asked.begin(Run(run.job, run.store), 2, 2)  # of a coordinator that was replaced before it could write
+    save(newer, 18, 3, ((1, 10), (2, 12), (3, 18)))
+    assert listed(newer) == ["export 12", "export 18"]
+
+
+def test_the_best_is_chosen_by_one_rule_and_what_is_no_number_is_never_the_best() -> None:
+    """The judge is the list of losses.  The control: a number among them."""
+    spares = {"validation": {"every": 10, "by": "spares"}, "workers": {"spares": 1}, "export": {"every": 0}}
+    run = run_of(checkpoint={"save_every": 2, "keep_last": 2, "keep_best": True}, **spares)
+    versions = [save(run, step) for step in (10, 20, 30, 36)]
+    owed.note_done(run, Debt(versions[1], owed.VALIDATION), owed.validated(Validated(float("nan"), 1), HELD_OUT))
+    assert best_of(run) is None and "best" not in str(look(run, run.job.keep()).verdict.kept.get(versions[1]))
+    with pytest.raises(JobError, match="no validation with a number"):
+        start_of(run.job.replace(name="other"), "toy@best")
+    owed.note_done(run, Debt(versions[0], owed.VALIDATION), owed.validated(Validated(3.0, 1), HELD_OUT))
+    assert best_of(run) == (versions[0], 3.0) and "best" in look(run, run.job.keep()).verdict.kept[versions[0]]
 
 
 def test_status_and_the_page_list_what_is_owed_and_what_was_given_up(tmp_path: Path) -> None:
-    """The control: the same run by a job that asks for nothing."""
+    """The control: a run that was never asked for anything."""
     run = run_of(tmp_path / "bucket")
     for step in (10, 20):
         save(run, step)
@@ -216,7 +341,11 @@ def test_status_and_the_page_list_what_is_owed_and_what_was_given_up(tmp_path: P
     run.claim("local")
     told = "owed: export of step 20; given up: export of step 10 (no such thing)"
     assert told in Absent.of(run.job).said
-    without = run.job.replace(export={})
+    other = run_of(tmp_path / "other", export={})
+    for step in (10, 20):
+        save(other, step)
+    other.claim("local")
+    without = other.job
     assert "owed" not in Absent.of(without).said
     pages = []
     for number, job in enumerate((run.job, without)):
@@ -229,12 +358,12 @@ def test_status_and_the_page_list_what_is_owed_and_what_was_given_up(tmp_path: P
 def test_ten_deaths_give_it_up_too() -> None:
     run = run_of()
     save(run, 10)
-    (debt,) = owed.debts(run, run.job)
+    (debt,) = owed.debts(run)
     for _ in range(DEATHS - 1):
         owed.failed(run, debt, Failure("its process died", died=True))
-    assert not owed.debts(run, run.job)[0].given_up
+    assert not owed.debts(run)[0].given_up
     owed.failed(run, debt, Failure("its process died", died=True))
-    assert owed.debts(run, run.job)[0].given_up
+    assert owed.debts(run)[0].given_up
 
 
 def rounds(run: Run, claim: int, step: int) -> list[int]:
@@ -244,7 +373,7 @@ def rounds(run: Run, claim: int, step: int) -> list[int]:
 
 
 def test_l7_what_owes_something_is_kept_until_it_is_done_or_given_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """L7: the rounds of a coordinator, and the command that deletes, which gets the settings from the job file.  The control: no export."""
+    """L7: the rounds of a coordinator, and the command that deletes.  The control: no export."""
     run = run_of(tmp_path, checkpoint={"save_every": 2, "keep_last": 2})
     claim = run.claim("local")
     for step in range(2, 30, 2):
@@ -256,7 +385,7 @@ def test_l7_what_owes_something_is_kept_until_it_is_done_or_given_up(capsys: pyt
     for _ in range(3):
         owed.failed(run, Debt(Version(20, 1), "export"), Failure("no such thing"))
     assert rounds(run, claim, 28) == [26, 28]
-    assert listed(run) == ["export 20"], "what was given up is still listed"
+    assert listed(run) == [], "what was given up is not listed any more"
     control = run_of(checkpoint={"save_every": 2, "keep_last": 2}, export={"every": 0})
     for step in range(2, 30, 2):
         save(control, step)
@@ -266,7 +395,7 @@ def test_l7_what_owes_something_is_kept_until_it_is_done_or_given_up(capsys: pyt
 def test_an_export_has_the_bytes_of_the_command(tmp_path: Path) -> None:
     run = run_of(tmp_path / "bucket")
     save(run, 10)
-    (debt,) = owed.debts(run, run.job)
+    (debt,) = owed.debts(run)
     folder = tmp_path / "bucket" / "toy" / "exports" / "000000000010" / "g1"
     folder.mkdir(parents=True)
     (folder / f"{PARTIAL}1234").write_bytes(b"of a process that died")
@@ -283,7 +412,7 @@ def test_an_export_that_somebody_else_has_written_counts_if_it_has_the_same_byte
     run = run_of()
     for step in (10, 20):
         save(run, step)
-    first, second = owed.debts(run, run.job)
+    first, second = owed.debts(run)
     run.checkpoints.export_model(Version(10, 1), "toy/exports/000000000010/g1/model.safetensors")
     run.store.put("toy/exports/000000000020/g1/model.safetensors", b"something else")
     assert pay(run, run.job, first)[1]
@@ -291,20 +420,53 @@ def test_an_export_that_somebody_else_has_written_counts_if_it_has_the_same_byte
     assert not done and "export of step 20 failed" in said and listed(run) == ["export 20"]
 
 
-def test_a_job_that_asks_for_nothing_reads_nothing() -> None:
+def test_of_a_run_that_was_never_asked_for_anything_no_checkpoint_is_read() -> None:
+    """The control: a run that was."""
+
     class Deaf(Forwarding):
         def list(self, prefix: str = "") -> list[str]:
-            raise AssertionError(prefix)
+            assert prefix in ("toy/asked/", "toy/branches/"), prefix
+            return super().list(prefix)
 
-        children = get = size = list  # type: ignore[assignment]
+        def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+            assert key == "toy/job.json", key
+            return super().get(key, start, stop)
 
-    run = run_of(export={"every": 0})
-    assert owed.debts(Run(run.job, run.store), run.job) == []
-    deaf = Run(run.job, run.store)
-    deaf.store = Deaf(ObjectStore.open(run.job.bucket))
-    assert owed.debts(deaf, run.job) == [] and owed.needed(deaf, run.job, ()) == frozenset()
-    with pytest.raises(AssertionError):
-        owed.debts(deaf, run.job.replace(export={"every": 10}))
+        def children(self, folder: str = "") -> list[str]:
+            raise AssertionError(folder)
+
+    for every, fails in ((0, False), (10, True)):
+        run = run_of(export={"every": every})
+        deaf = Run(run.job, Deaf(ObjectStore.open(run.job.bucket)))
+        with pytest.raises(AssertionError) if fails else nullcontext():
+            assert owed.debts(deaf) == []
+
+
+def test_progress_is_seen_and_goes_when_it_is_done() -> None:
+    """A note is written now and then only.  The control: an attempt that is short writes none."""
+    run = run_of(deadlines={"wait_s": 3600})
+    save(run, 10)
+    (debt,) = owed.debts(run)
+    owed.Progress(run, debt)()
+    assert owed.progress(run, debt) == (0, 0.0)
+    quick = Run(run.job.model_copy(update={"deadlines": run.job.deadlines.model_copy(update={"wait_s": 0.0})}), run.store)
+    progress = owed.Progress(quick, debt)
+    found = [(progress(), owed.progress(run, debt)[0])[1] for _ in range(3)]
+    assert found == [1, 2, 3]
+    assert owed.stands(run, debt) == (False, 0) and listed(run) == ["export 10"]
+    paid(run, 10)
+    assert owed.progress(run, debt) == (0, 0.0) and [key for key in run.store.list("toy/owed/") if "done" not in key] == []
+
+
+def test_an_export_tells_of_each_part_of_its_work() -> None:
+    """An export that another process has written is made again and compared: that has more parts."""
+    run = run_of()
+    save(run, 10)
+    told = list[int]()
+    for _ in range(2):
+        run.checkpoints.export_model(Version(10, 1), "toy/exports/model.safetensors", lambda: told.append(len(told)))
+    pieces = 1 + sum(tensor.kind == "parameter" for tensor in run.checkpoints.open(Version(10, 1)).tensors())
+    assert len(told) == 2 * pieces + pieces + 1
 
 
 @pytest.mark.parametrize(

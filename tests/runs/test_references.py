@@ -103,7 +103,7 @@ def meets(at: int, commands: int, during: int = 10**6, kind: type[Taking] = Taki
 
 @pytest.mark.parametrize(
     ("ats", "durings"),
-    [((5, 6), range(66, 78)), pytest.param((5, 6, 7), range(60, 80), marks=pytest.mark.full)],
+    [((5, 6), range(78, 90)), pytest.param((5, 6, 7), range(72, 92), marks=pytest.mark.full)],
     ids=("some", "everywhere"),
 )
 def test_l7_a_fork_and_the_collection_of_its_reference_at_the_same_time(

@@ -155,12 +155,12 @@ def test_what_fails_is_tried_again_at_the_next_save_and_given_up_in_the_end(tmp_
     longer = job.replace(steps=8)
     Run.look(longer, branch=True).branch(0.0)
     trained(longer)
-    assert owed.debts(Run.open(longer), longer) == []
+    assert owed.debts(Run.open(longer)) == []
     assert result(longer, "samples", 4)["tokens"] == result(smooth, "samples", 4)["tokens"]
     broken.touch()
     other = job_of(tmp_path / "other", **settings | {"steps": 10})
     assert sum("given up after 3 attempts" in text for text in trained(other)) == 1
-    assert owed.sentence(owed.debts(Run.open(other), other)).startswith("owed: samples of step 8, samples of step 10; given up: samples of")
+    assert owed.sentence(owed.debts(Run.open(other))).startswith("owed: samples of step 8, samples of step 10; given up: samples of")
 
 
 def test_a_shared_weight_stays_shared(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_l1_a_worker_between_two_worlds_measures_what_the_members_would(tmp_path
 
     first, second = measure(2), measure(4)
     assert [text for text in said if "validation" in text] == [told_of(2, first), told_of(4, second)]
-    assert owed.found(json.loads(json.dumps(owed.validated(first)))) == first != second
+    assert owed.found(json.loads(json.dumps(owed.validated(first, "")))) == first != second
     _, there = evaluate_here(job, 2)
     assert there == first
     for place in range(1, (often := len(asked) // 2) + 1):

@@ -1,0 +1,127 @@
+"""Records in a run what its job asks to be made of checkpoints: exports, samples of text, validations by spares.
+
+These settings are free: they may change whenever a run is started again, and a checkpoint owes what the job asked under which it was saved.
+So a run that is started writes down what its job asks, if that is not what is written there already.
+
+    <run>/job.json, branches/<number>.json   the whole job with which the run, or a branch, began
+    <run>/asked/<number>.json                what the job asked from some generation on: only the sections, and the generation before
+
+Generations only grow, so the generation of a checkpoint says which of these documents counts for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.config.sections import Export, Part, Samples, Validation
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.protocol.lineage import Lineage
+from elastic.runs import branches
+from elastic.runs.run import Run
+from storage.errors import Exists, Missing
+from storage.numbered import Numbered
+
+EXPORT, SAMPLES, VALIDATION = "export", "samples", "validation"
+"""The kinds of what can be asked.  Each is also the section of the job that says how often it is due."""
+SECTIONS: dict[str, type[Part]] = {EXPORT: Export, SAMPLES: Samples, VALIDATION: Validation}
+FORMAT = 1
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""The sections of what is asked, by kind.  A section that asks for nothing is left out."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps that were committed one after the other while a kind was asked equally often: those after ``after``, up to ``last``."""
+
+    after: int
+    last: int
+    every: int
+    """Number of steps from one multiple to the next; 0 if the kind was not asked."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Holds what was asked of the checkpoints of a run.
+
+    ``since`` has (generation, sections), oldest first: these sections are asked of checkpoints of later generations.
+    """
+
+    since: tuple[tuple[int, Sections], ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that were ever asked, in the order of :data:`SECTIONS`."""
+        return tuple(kind for kind in SECTIONS if any(kind in sections for _, sections in self.since))
+
+    def of(self, generation: int) -> Sections:
+        """Returns what is asked of the checkpoints of a generation."""
+        return next((sections for before, sections in reversed(self.since) if before < generation), {})
+
+    def stretches(self, kind: str, lineage: Lineage, after: int = 0) -> list[Stretch]:
+        """Returns the stretches of the steps of ``lineage`` after step ``after``, in order.  All that a run had before is not its own."""
+        found = list[Stretch]()
+        for generation, last in lineage:
+            every = int(self.of(generation).get(kind, {}).get("every", 0))
+            if last <= after:
+                continue
+            if found and found[-1].every == every:
+                found[-1] = Stretch(found[-1].after, last, every)
+            else:
+                found.append(Stretch(found[-1].last if found else after, last, every))
+        return found
+
+    def job(self, job: Job, version: Version) -> Job:
+        """Returns ``job`` with the sections that are asked of ``version``.  Code that ``job`` gives as an object stays one."""
+        there = self.of(version.generation)
+        return job.model_copy(update={kind: _like(getattr(job, kind), SECTIONS[kind](**section)) for kind, section in there.items()})
+
+
+def _like(here: Part, there: Part) -> Part:
+    """Returns ``there``, with the values of ``here`` where they are equal: a name may be equal to an object that has that name."""
+    pairs = ((name, getattr(here, name), getattr(there, name)) for name in type(there).model_fields)
+    return there.model_copy(update={name: ours for name, ours, theirs in pairs if ours == theirs})
+
+
+def of(run: Run) -> Asked:
+    """Returns what the run has recorded."""
+    store, name = run.store, run.job.name
+    found = list[tuple[tuple[int, int, int], Sections]]()
+    with suppress(Missing):  # the run has not begun
+        found.append(((0, 0, 0), sections_of(branches.first(store, name))))
+    for each in branches.every(store, name):
+        found.append(((max(each.get("until", 0), each["generation"]), each.get("claim", 0), 0), sections_of(each["job"])))
+    found += [((each["generation"], each["claim"], 1), each["sections"]) for each in _documents(run).every()]
+    return Asked(tuple((key[0], sections) for key, sections in sorted(found, key=lambda pair: pair[0])))
+
+
+def sections_of(job: Mapping[str, Any]) -> Sections:
+    """Returns the sections of a job as it is stored."""
+    return dict(_sections_of(job))
+
+
+def _sections_of(job: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for kind in SECTIONS:
+        section = job.get(kind, {})
+        if section.get("every", 0) and (kind != VALIDATION or section.get("by", "members") == "spares"):
+            yield kind, section
+
+
+def begin(run: Run, generation: int, claim: int) -> None:
+    """Records what the run's job asks of the checkpoints of generations after ``generation``, unless the run's documents say that already.
+
+    Whoever has claimed the run as ``claim`` calls it before its first checkpoint.
+    """
+    now, documents = sections_of(run.job.model_dump(mode="json")), _documents(run)
+    while of(run).of(generation + 1) != now:
+        with suppress(Exists):  # of a coordinator that this one has replaced: the newer claim counts
+            documents.add(documents.newest() + 1, {"format": FORMAT, "generation": generation, "claim": claim, "sections": now})
+            return
+
+
+def _documents(run: Run) -> Numbered:
+    return Numbered(run.store, f"{run.job.name}/asked", FORMAT)

@@ -115,7 +115,7 @@ def test_a_validation_is_told_though_its_spare_gets_a_seat_at_once() -> None:
 
 
 def test_a_later_coordinator_tells_the_validations_that_the_journal_does_not_know() -> None:
-    """The one of step 10 comes after the one of step 20, which the journal knows, and its coordinator dies before it hears of it.
+    """The validation of step 10 comes after that of step 20, which the journal knows, and its coordinator dies before it hears of it.
 
     The controls: what the journal knows is not told again, and neither is a validation on other samples.
     """

@@ -351,8 +351,8 @@ def test_status_and_the_page_list_what_is_owed_and_what_was_given_up(tmp_path: P
     for number, job in enumerate((run.job, without)):
         assert report(job, tmp_path / f"{number}.html", None) == 0
         pages.append((tmp_path / f"{number}.html").read_text())
-    assert f"Exports and samples: {told}." in pages[0] and pages[0].count("an export or samples are owed") == 1
-    assert "Exports and samples" not in pages[1] and "samples are owed" not in pages[1]
+    assert f"Exports and samples: {told}." in pages[0] and pages[0].count("an export, samples or a validation is owed") == 1
+    assert "Exports and samples" not in pages[1] and "a validation is owed" not in pages[1]
 
 
 def test_ten_deaths_give_it_up_too() -> None:

@@ -52,7 +52,7 @@ KEPT = {
     "every": "at a multiple",
     "best": "best validation",
     "branch": "a branch begins here",
-    "owed": "an export or samples are owed",
+    "owed": "an export, samples or a validation is owed",
     "all": "all are kept",
 }
 """The rules that keep a checkpoint (``plan/retention.py``), in words."""

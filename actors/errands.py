@@ -352,11 +352,14 @@ class BySpares(Turn):
         """The validations that the journal knows and that are not noted as told."""
         self._posted = set[Version]()
         self._warned = False
+        rule = errands.job.validation
+        self._by_spares = rule.every > 0 and rule.by == "spares"
+        """False if only checkpoints from before owe a validation: workers have no samples for it, or other things to do."""
 
     def able(self) -> list[Debt]:
         self._tell_validations()
         self._limit()
-        return self.open if self._spare() is not None else []
+        return self.open if self._by_spares and self._spare() is not None else []
 
     def perform(self, debt: Debt) -> tuple[str, bool]:
         """Lets a spare worker validate the checkpoint.  If it gets a seat meanwhile, or is lost, or the run ends, the debt stays."""
@@ -383,8 +386,7 @@ class BySpares(Turn):
         rule, waiting = self.run.job.validation, [debt for debt in self.open if debt != self.doing]
         if not self.run.job.keep().last:  # all checkpoints are kept in any case
             return
-        by_spares = rule.every > 0 and rule.by == "spares"
-        if by_spares and len(waiting) >= MANY and not self._warned:
+        if self._by_spares and len(waiting) >= MANY and not self._warned:
             self._warned = True
             kept = [each for debt in waiting for each in self.run.checkpoints.at(debt.version.step) if each.version == debt.version]
             held = sum(file.size for each in kept if each.manifest is not None for file in each.manifest.files)
@@ -393,8 +395,10 @@ class BySpares(Turn):
                 f"validation takes longer than validation.every = {rule.every} steps, or no spare is free; name a larger validation.every, "
                 f"fewer validation.samples, or validation.by = 'members'.  If more than {WAITING} wait, the oldest is given up"
             )
-        why = f"more than {WAITING} wait for a spare worker" if by_spares else "no spare validates any more, by validation.by or .every"
-        if surplus := waiting[: max(len(waiting) - (WAITING if by_spares else 0), 0)]:
+        why = (
+            f"more than {WAITING} wait for a spare worker" if self._by_spares else "no spare validates any more, by validation.by or .every"
+        )
+        if surplus := waiting[: max(len(waiting) - (WAITING if self._by_spares else 0), 0)]:
             for debt in surplus:
                 self.tell(owed.give_up(self.run, debt, why))
             self.look()

@@ -198,8 +198,11 @@ def test_validations_of_which_nobody_is_in_charge_any_more_are_given_up_aloud() 
         ordered = Ordered(keep_last=keep)
         ordered.job = ordered.job.replace(validation={**HELD_OUT, "by": "members"})
         turn = ordered.coordinator().turns[owed.VALIDATION]
+        before = ordered.errands.turns[owed.VALIDATION]
+        before.look()
+        assert before.able() == before.open != [], "the control"
         turn.look()
-        turn.able()
+        assert turn.able() == [], "no worker is ordered to do what the job does not ask of it"
         assert [text.partition(";")[0] for text in ordered.said] == (
             ["validation of step 10 is given up: no spare validates any more, by validation.by or .every"] if keep else []
         )

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.unattended --text FOLDER [--steps 1200] [--world 2] [--only clean unattended control]
 
 The second run meets a bad shard (a stretch of the text that is noise), samples whose loss is not a number, samples whose gradient is
-10,000 times too large, and ten workers that get SIGKILL.  It has ``spikes.action = "quarantine"`` and ``microbatch_z``.  The third run, the control, meets the
-same with ``"none"``.  All else is equal.  All end with the loss on the same held-out documents.
+10,000 times too large, and ten workers that get SIGKILL.  It has ``spikes.action = "quarantine"`` and ``spikes.microbatch_z``.  The third
+run, the control, meets the same with ``"none"``.  All else is equal.  All end with the loss on the same held-out documents.
 
 No run clips its gradient.  Clipping bounds what one huge gradient does to the weights, with or without a quarantine, so with it nothing
 would tell the two apart.  ``--clip 1`` shows that.

@@ -18,7 +18,7 @@ from elastic.errors import CodeError, PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
 from elastic.runs.resume import Start, rewind
-from elastic.runs.run import Run
+from elastic.runs.run import LOCAL, Run
 from storage.errors import Exists
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run], int]) 
     """Begins a fork, or a branch, if one is asked for and there is anything to change.
 
     A branch is begun once ``claims`` has claimed the run: who lived until then goes no further.  Returns that incarnation, or 0.
+    Raises :class:`PlatformGaveUp` if another command has begun a branch meanwhile.
     """
     if forked := start.begin():
         show(Sentence(time.time(), forked))
@@ -41,12 +42,25 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run], int]) 
     run.check_local()
     if run.branches_at(start.at) is None:
         return 0
+    past = _idle(run)
     incarnation = claims(run)
-    said = run.branch(now, incarnation=incarnation) if start.at is None else rewind(run, now, start.at, incarnation)
+    try:
+        said = run.branch(now, incarnation=incarnation) if start.at is None else rewind(run, now, start.at, incarnation)
+    except Exists:
+        raise PlatformGaveUp(f"another command has begun a branch of {job.name} meanwhile; `elastic runs` shows it") from None
     version = run.newest()
     step = 1 if version is None else version.step + 1
-    show(Sentence(now, f"{said}{_rates(before, run.job, step)}"))
+    show(Sentence(now, f"{said}{_rates(before, run.job, step)}{past}"))
     return incarnation
+
+
+def _idle(run: Run) -> str:
+    """Returns the part of a sentence about the newest claim if its owner is not known to have begun, so that it may be yet to come."""
+    last, claim = run.last_recorded(), run.latest_claim()
+    owner = run.owner()
+    if owner is None or owner["address"] == LOCAL or (last is not None and last.incarnation >= claim):
+        return ""
+    return f"; it goes past claim {claim}, made at {run.home()}, which has recorded nothing"
 
 
 def _rates(before: Job, now: Job, step: int) -> str:

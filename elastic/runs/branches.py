@@ -34,6 +34,7 @@ class Branch(NamedTuple):
     earlier: Stretches = ()
     begun: Mapping[str, Any] | None = None
     """The document ``job.json``, if it was read for this: only the first branch is there."""
+    number: int = 1
 
 
 def newest(store: ObjectStore, name: str) -> Branch | None:
@@ -110,14 +111,17 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
         raise JobError(f"{holds}; another value would change the weights from here on; {other}, or go on with these by --branch")
 
 
-def begin(store: ObjectStore, job: Job, found: Job, version: Version, now: float, *, until: int = 0, claim: int = 0) -> str:
-    """Writes the next branch, which goes on from ``version``, and returns the sentence that says so.  ``found`` is the run's job.
+def begin(
+    store: ObjectStore, job: Job, found: Job, version: Version, now: float, *, newest: int = 1, until: int = 0, claim: int = 0
+) -> str:
+    """Writes the branch after branch ``newest``, which goes on from ``version``, and returns the sentence that says so.
 
-    What the generations up to ``until`` committed after it is abandoned.  ``claim`` is the newest claim of the run until then.
+    ``found`` is the run's job.  What the generations up to ``until`` committed after it is abandoned.  ``claim`` is the newest claim of
+    the run until then.
 
     Raises :class:`~storage.errors.Exists` if another command has begun it.
     """
-    differs, number = changed(job, found), number_of(store, job.name) + 1
+    differs, number = changed(job, found), newest + 1
     earlier = ended(found.stretches(), version.step)
     about = {
         "format": FORMAT if len(job.after(earlier).stretches()) > 1 else 1,
@@ -155,7 +159,8 @@ def _begun(store: ObjectStore, name: str) -> Branch:
 
 
 def _of(document: Mapping[str, Any]) -> Branch:
-    return Branch(document["job"], tuple(Stretch.from_json(each) for each in document.get("earlier", ())))
+    earlier = tuple(Stretch.from_json(each) for each in document.get("earlier", ()))
+    return Branch(document["job"], earlier, number=document.get("number", 1))
 
 
 def _documents(store: ObjectStore, name: str) -> Numbered:

@@ -45,8 +45,10 @@ class Run:
     job.  ``find`` takes the run as it is there, and ``begun`` only one that is there.
     """
 
-    def __init__(self, job: Job, store: ObjectStore, begun: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, job: Job, store: ObjectStore, begun: Mapping[str, Any] | None = None, number: int = 0) -> None:
         self.job, self.store, self._document = job, store, begun
+        self._number = number
+        """The number of the newest branch when the run was looked at; 0 if there was no run."""
         self._newest = journal.Newest(store, job.name)
         self._tails: dict[Written, list[journal.Segment]] = {}
         """The tails that other coordinators have left, as they were parsed last."""
@@ -81,7 +83,7 @@ class Run:
             found = job.begun_as(there.job)
             if found.digest != job.digest:
                 branches.check(job, found, asked=branch)
-        return cls(job, store, {} if there is None else there.begun)
+        return cls(job, store, *(({}, 0) if there is None else (there.begun, there.number)))
 
     @classmethod
     def has_saved_nothing(cls, job: Job) -> bool:
@@ -108,15 +110,17 @@ class Run:
     def branch(self, now: float, at: Version | None = None, incarnation: int = 0) -> str:
         """Begins a branch where :meth:`branches_at` says: from there on the run has this job.
 
-        Whoever goes on at once claims the run before, as ``incarnation``.  Then a coordinator that still lives somewhere, and notices the
-        claim later, trains worlds of the old job only, which are abandoned.  Returns the sentence that says so, "" if there is nothing to
-        change.  Raises as :meth:`branches_at`, and :class:`Exists` if another command has begun a branch.
+        Whoever goes on at once looks at the run, claims it as ``incarnation``, and then begins the branch.  So a coordinator that still
+        lives somewhere, and notices the claim later, trains worlds of the old job only, which are abandoned.  Returns the sentence that
+        says so, "" if there is nothing to change.  Raises as :meth:`branches_at`, and :class:`Exists` if another command has begun a
+        branch since the run was looked at: that one may have been claimed later than this one.
         """
         there, version = branches.newest(self.store, self.job.name), self.branches_at(at)
         if there is None or version is None:
             return ""
         until, claim = self.standing(incarnation, 0.0).generation, incarnation - 1 if incarnation else self.latest_claim()
-        return branches.begin(self.store, self.job, self._begun_as(there), version, now, until=until, claim=claim)
+        found, newest = self._begun_as(there), max(self._number, 1)
+        return branches.begin(self.store, self.job, found, version, now, newest=newest, until=until, claim=claim)
 
     def _begun_as(self, there: Branch) -> Job:
         return self.job.begun_as(there.job).after(there.earlier)
@@ -140,7 +144,7 @@ class Run:
     def _found(cls, job: Job) -> Run | None:
         store = ObjectStore.open(job.bucket)
         there = branches.newest(store, job.name)
-        return None if there is None else cls(job.begun_as(there.job).after(there.earlier), store, there.begun)
+        return None if there is None else cls(job.begun_as(there.job).after(there.earlier), store, there.begun, there.number)
 
     def job_of(self, step: int) -> Job:
         """Returns the job of the branch that committed ``step`` of the surviving lineage; the run's job if no checkpoint knows the step."""
@@ -231,11 +235,11 @@ class Run:
     def follows(self, seen: int) -> int:
         """Returns the newest claim.  Raises :class:`Exists` if another life has claimed the run since incarnation ``seen``.
 
-        A coordinator of the same life that took over since then has begun nothing.
+        A coordinator of the same life that took over since then has begun nothing.  Claims without a life are each of another one.
         """
         found = owners(self.store, self.job.name)
         latest = max(found, default=0)
-        if latest > seen and found[latest].get("life") != found.get(seen, {}).get("life"):
+        if latest > seen and (not (life := found[latest].get("life")) or life != found.get(seen, {}).get("life")):
             raise Exists(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
         return latest
 

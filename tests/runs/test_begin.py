@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.begin import begin
 from actors.cli import main
+from elastic.errors import PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.runs import branches
 from elastic.runs.resume import Start
 from elastic.runs.run import Run
+from storage.errors import Exists
 from tests.control.play import stepping
 from tests.runs.test_metrics import Written
 from tests.storage.states import TENSORS, state_of, write
@@ -68,6 +72,41 @@ def test_l4_the_run_is_claimed_before_the_branch_and_only_for_one(tmp_path: Path
     assert begin(Start(run.job), lambda line: None, True, claim) == 0 and seen == []
     assert begin(Start(changed), lambda line: None, True, claim) == 2 and seen == [(1, 1)]
     assert branches.number_of(run.store, "toy") == 2 and begin(Start(changed), lambda line: None, True, claim) == 0
+
+
+@pytest.mark.parametrize("life", ["", "its life"], ids=("no life", "the control: a life of its own"))
+def test_l4_two_branches_after_a_claim_whose_coordinator_never_came(tmp_path: Path, life: str) -> None:
+    """L4: both commands have seen that claim, and only one of them goes past it: a claim without a life is not that of the other one.
+
+    The one that does says which claim it goes past.  Its coordinator is refused once a third command has claimed the run.
+    """
+    run, changed = living(tmp_path)
+    assert run.claim("gone", life) == 2
+    said, other = list[Any](), run.job.replace(optim={"lr": 1e-5})
+    assert begin(Start(changed), said.append, True, lambda run: run.claim("here", after=run.follows(2))) == 3
+    assert f"it goes past claim 2, made at gone ({platform.node()}), which has recorded nothing" in said[-1].text
+    with pytest.raises(Exists):
+        begin(Start(other), said.append, True, lambda run: run.claim("there", after=run.follows(2)))
+    assert branches.number_of(run.store, "toy") == 2 and run.latest_claim() == 3
+    assert run.follows(3) == 3, "its own coordinator comes"
+    run.claim("elsewhere")
+    with pytest.raises(Exists):
+        run.follows(3)
+
+
+def test_l4_a_branch_of_another_command_meanwhile_is_said(tmp_path: Path) -> None:
+    """L4: the other one has claimed the run later, and begun its branch first."""
+    _, changed = living(tmp_path)
+
+    def claim(run: Run) -> int:
+        ours = run.claim("here")
+        theirs = Run.look(changed.replace(optim={"lr": 1e-5}), branch=True)
+        theirs.branch(0.0, incarnation=theirs.claim("there"))
+        return ours
+
+    with pytest.raises(PlatformGaveUp, match="another command has begun a branch of toy meanwhile; `elastic runs` shows it"):
+        begin(Start(changed), lambda line: None, True, claim)
+    assert Run.find(changed).job.optim.lr == 1e-5
 
 
 def test_l4_a_rollback_claims_the_run_too(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from actors.launch import launch
 from elastic.data.cursor import Cursor
 from elastic.errors import JobError
-from elastic.ids import Version
 from elastic.job import Job
 from elastic.report.story import Sentence
 from elastic.runs import branches
@@ -187,11 +186,15 @@ def test_l4_what_says_which_samples_are_drawn_begins_a_branch(tmp_path: Path, ch
     assert pickle.loads(pickle.dumps(job)).stretches() == job.stretches()
 
 
-def test_two_commands_do_not_begin_the_same_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_commands_do_not_begin_the_same_branch(tmp_path: Path) -> None:
+    """Each has looked at the run before it claimed it.  The control: who looks again may go on from the other's branch."""
     Run.open(extending(tmp_path, 3))
-    found, store = extending(tmp_path, 3), ObjectStore.open(str(tmp_path))
-    branches.begin(store, extending(tmp_path, 4), found, Version(3, 1), 0.0)
-    assert Run.find(found).job.steps == 4
-    monkeypatch.setattr(branches, "number_of", lambda *_: 1)  # as it was when the other command looked
+    slow = Run.look(extending(tmp_path, 5), branch=True)
+    assert slow.claim("here") == 1
+    quick = Run.look(extending(tmp_path, 4), branch=True)
+    assert quick.branch(0.0, incarnation=quick.claim("there")).startswith("branch 2 of run")
     with pytest.raises(Exists):
-        branches.begin(store, extending(tmp_path, 5), found, Version(3, 1), 0.0)
+        slow.branch(0.0, incarnation=1)
+    assert Run.find(slow.job).job.steps == 4, "the later claim has the later branch"
+    again = Run.look(extending(tmp_path, 5), branch=True)
+    assert again.branch(0.0, incarnation=again.claim("here")).startswith("branch 3 of run")

@@ -3,6 +3,7 @@
     <run>/job.json                                       "origin": the run and the version from which a fork goes on
     <holder>/references/<run>-<step>-<generation>.json   the holder of a checkpoint keeps it for that run
     <holder>/unused/<run>-<step>-<generation>.json       a mark: there was no such run, or it did not need the checkpoint
+    <holder>/unused/now/<run>-<step>-<generation>.json   its reference is being removed
 
 A reference is written before the run that needs it begins, and stays as long as that run may be resumed.  Who deletes a checkpoint looks
 for references before it marks it, and again before it removes it.  Who forks writes the reference first, and then looks for the mark.  So
@@ -11,12 +12,17 @@ one of the two sees the other: a checkpoint that had no mark once the reference 
 A command that dies leaves a reference without a run, and so does a run that is removed.  They are collected in two phases, too: one round
 marks them, and a later one removes those that are still unused, and then looks once more.  Who forks writes ``job.json`` and then makes
 sure that its reference is there.  So again one of the two sees the other, however long the fork takes to begin.
+
+Either of them may die between two calls.  Before a collection removes a reference, it notes so in an object that only a collection
+removes, and that keeps the checkpoint as a reference does.  If it dies, the next one puts the reference back if it is needed.  A fork that
+died once its run was there makes sure of its reference when it goes on.  Names say all that a reference is: a listing is enough.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -27,8 +33,8 @@ from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from storage.checkpoints import Checkpoints, Listed
-from storage.documents import seal, unseal
-from storage.errors import Exists, Missing
+from storage.documents import seal
+from storage.errors import Damaged, Exists, Missing
 from storage.objects import ObjectStore
 
 
@@ -55,11 +61,21 @@ class Origin:
         return f"{self.version} of {self.run}"
 
 
+_NAME = re.compile(r"(.+)-([0-9]+)-([0-9]+)[.]json")
+
+
 class Reference(NamedTuple):
     """A run for which another one keeps a checkpoint."""
 
     run: str
     version: Version
+
+    @classmethod
+    def at(cls, key: str) -> Reference:
+        """Returns the reference whose object, or whose mark, is ``key``.  Raises :class:`Damaged` if its name is not that of one."""
+        if (found := _NAME.fullmatch(PurePosixPath(key).name)) is None:
+            raise Damaged(key, "a reference, <run>-<step>-<generation>.json", "another file")
+        return cls(found[1], Version(int(found[2]), int(found[3])))
 
     @property
     def name(self) -> str:
@@ -93,17 +109,20 @@ def checkpoints_of(store: ObjectStore, name: str, origin: Origin | None) -> Chec
 
 
 def references(store: ObjectStore, name: str) -> dict[Version, tuple[str, ...]]:
-    """Returns the versions of a run that others need, each with the names of these."""
+    """Returns the versions of a run that others need, or may need, each with the names of these."""
+    there = {*_marks(store, name), *_kept(store, name)}  # in this order: a note goes once the reference was put back
     found: dict[Version, tuple[str, ...]] = {}
-    for each in _kept(store, name):
+    for each in sorted(there):
         found[each.version] = (*found.get(each.version, ()), each.run)
     return found
 
 
-def _kept(store: ObjectStore, name: str) -> Iterator[Reference]:
-    for key in store.list(f"{name}/references/"):
-        about = unseal(store.get(key), store.full_name(key), 1)
-        yield Reference(str(about["run"]), Version(about["step"], about["generation"]))
+def _kept(store: ObjectStore, name: str) -> list[Reference]:
+    return [Reference.at(key) for key in store.list(f"{name}/references/")]
+
+
+def _marks(store: ObjectStore, name: str) -> list[Reference]:
+    return [Reference.at(key) for key in store.list(f"{name}/unused/")]
 
 
 def refer(store: ObjectStore, origin: Origin, name: str) -> Origin:
@@ -111,20 +130,27 @@ def refer(store: ObjectStore, origin: Origin, name: str) -> Origin:
 
     Raises :class:`JobError` unless it is a good one that is not being deleted.
     """
-    holder, reference = Origin(checkpoints(store, origin.run).holder(origin.version), origin.version), Reference(name, origin.version)
-    _hold(store, holder, reference)
+    holder = _holder(store, origin)
+    reference = Reference(name, origin.version)
+    try:
+        _hold(store, holder, reference)
+    except JobError:
+        store.delete(f"{holder.run}/references/{reference.name}")
+        raise
     store.delete(f"{holder.run}/unused/{reference.name}")
     return holder
 
 
+def _holder(store: ObjectStore, origin: Origin) -> Origin:
+    return Origin(checkpoints(store, origin.run).holder(origin.version), origin.version)
+
+
 def _hold(store: ObjectStore, holder: Origin, reference: Reference) -> None:
-    """Writes a reference, unless it is there.  Raises as :func:`refer`."""
-    key = f"{holder.run}/references/{reference.name}"
+    """Writes a reference, unless it is there.  Raises :class:`JobError` unless its checkpoint is a good one that is not being deleted."""
     with suppress(Exists):
-        store.put_if_absent(key, reference.to_bytes())
+        store.put_if_absent(f"{holder.run}/references/{reference.name}", reference.to_bytes())
     found = _look(store, holder)
     if found is None or not found.good:
-        store.delete(key)
         why = "is being deleted" if found is not None and found.deleted else "is not complete, or damaged"
         raise JobError(f"the checkpoint of {holder} {why}; name another one: `elastic checkpoint ls` lists them")
 
@@ -138,13 +164,30 @@ def begin(store: ObjectStore, job: Job, origin: Origin, changed: dict[str, Any])
     came = {"run": holder.run, "step": origin.version.step, "generation": origin.version.generation, "changed": changed}
     earlier = [each.to_json() for each in job.stretches()[:-1]]
     store.put_if_absent(key, document(job) if job.init else document(job, origin=came, earlier=earlier))
-    reference = Reference(job.name, origin.version)
-    if not store.exists(f"{holder.run}/references/{reference.name}"):  # it was collected before the run was there
-        try:
-            _hold(store, holder, reference)
-        except JobError:
-            store.delete(key)
-            raise
+    try:
+        _make_sure(store, holder, job.name)
+    except JobError:
+        store.delete(key)  # before the reference: without its run, that can be collected
+        store.delete(f"{holder.run}/references/{Reference(job.name, origin.version).name}")
+        raise
+
+
+def make_sure(store: ObjectStore, job: Job, origin: Origin | None) -> None:
+    """Makes sure that a run that goes on has its reference, which it lacks if the command that began it died too early.
+
+    ``origin`` is where a fork comes from.  A checkpoint that is gone is no error: the run may not need it any more.
+    """
+    if origin is None and "." in job.init.rpartition("@")[2]:
+        origin = _holder(store, Origin.of(job.init))
+    if origin is not None:
+        with suppress(JobError):
+            _make_sure(store, origin, job.name)
+
+
+def _make_sure(store: ObjectStore, holder: Origin, name: str) -> None:
+    """Writes the reference of a run that is there, if it was collected before that.  Raises as :func:`_hold`."""
+    if not store.exists(f"{holder.run}/references/{Reference(name, holder.version).name}"):
+        _hold(store, holder, Reference(name, holder.version))
 
 
 # ---- references that nobody needs
@@ -167,25 +210,36 @@ def _needs(store: ObjectStore, reference: Reference, holder: str) -> bool:
 
 def collect(store: ObjectStore, name: str, reference: Reference) -> bool:
     """Performs a phase of the collection of a reference that was unused.  Returns whether it is gone: if it was marked before."""
-    mark, key = f"{name}/unused/{reference.name}", f"{name}/references/{reference.name}"
+    mark = f"{name}/unused/{reference.name}"
     try:
         store.put_if_absent(mark, reference.to_bytes())
         return False
     except Exists:
-        store.delete(key)
-    if needed := _needs(store, reference, name):
-        with suppress(Exists):
-            store.put_if_absent(key, reference.to_bytes())
-    store.delete(mark)
+        store.put(f"{name}/unused/now/{reference.name}", reference.to_bytes())  # a fork that begins removes the mark
+    store.delete(f"{name}/references/{reference.name}")
+    needed = _needs(store, reference, name)
+    _settle(store, name, reference, needed=needed)
     return not needed
 
 
-def unmark(store: ObjectStore, name: str) -> None:
-    """Removes the marks of references that are needed by now, or are gone."""
-    idle = {each.name for each in unused(store, name)}
-    for key in store.list(f"{name}/unused/"):
-        if PurePosixPath(key).name not in idle:
-            store.delete(key)
+def unmark(store: ObjectStore, name: str) -> list[Reference]:
+    """Removes the marks of references that are needed by now, or are gone, and returns the references that are unused.
+
+    What a collection has begun that died is undone.
+    """
+    begun, idle = {Reference.at(key) for key in store.list(f"{name}/unused/now/")}, unused(store, name)
+    for each in {*_marks(store, name)} - {*idle} | begun:
+        _settle(store, name, each, needed=_needs(store, each, name))
+    return idle
+
+
+def _settle(store: ObjectStore, name: str, reference: Reference, *, needed: bool) -> None:
+    """Removes the marks of a reference, which is there before that if it is ``needed``."""
+    if needed:
+        with suppress(Exists):
+            store.put_if_absent(f"{name}/references/{reference.name}", reference.to_bytes())
+    store.delete(f"{name}/unused/{reference.name}")
+    store.delete(f"{name}/unused/now/{reference.name}")
 
 
 def document(job: Job, **more: Any) -> bytes:

@@ -147,8 +147,8 @@ def release(run: Run, claim: int) -> list[tuple[Reference, bool]]:
     Returns each of them, and whether it is gone.  Raises as :func:`mark` does.
     """
     done = list[tuple[Reference, bool]]()
-    forks.unmark(run.store, run.job.name)
-    for each in forks.unused(run.store, run.job.name):
+    _check(run, claim)
+    for each in forks.unmark(run.store, run.job.name):
         _check(run, claim)
         done.append((each, forks.collect(run.store, run.job.name, each)))
     return done

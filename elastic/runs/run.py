@@ -69,7 +69,9 @@ class Run:
         store = ObjectStore.open(job.bucket)
         with suppress(Exists):
             store.put_if_absent(f"{job.name}/job.json", forks.document(job))
-        return cls.look(job)
+        run = cls.look(job)
+        forks.make_sure(store, run.job, run.origin)
+        return run
 
     @classmethod
     def look(cls, job: Job, *, branch: bool = False) -> Run:

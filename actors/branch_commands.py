@@ -88,16 +88,15 @@ def runs(known: Namespace) -> int:
     found = runs_of(bucket)
     if not found:
         raise JobError(f"there is no run in bucket = {bucket!r}; name the bucket of a job, or its job file")
-    for depth, each in tree(found):
-        for line in described(each, time.time()):
-            say(f"{'    ' * depth}{line}")
+    for depth, each, branch in tree(found):
+        say(f"{'    ' * depth}{described(each, time.time()) if branch is None else f'  {_branch(branch)}'}")
     return 0
 
 
-def described(each: Descent, now: float) -> list[str]:
-    """Returns the lines about a run: the run itself, and below it a line for each branch."""
+def described(each: Descent, now: float) -> str:
+    """Returns the line about a run."""
     if each.unread:
-        return [f"{each.name}: {each.unread}"]
+        return f"{each.name}: {each.unread}"
     told = [f"{each.name}: step {each.step} of {each.steps}", each.state]
     if each.parent:
         told.append(f"from {each.origin}" if each.origin else f"with the weights of {each.warm}")
@@ -105,7 +104,7 @@ def described(each: Descent, now: float) -> list[str]:
         told.append(f"best validation {each.best[1]:.4g} at step {each.best[0].step}")
     if each.at is not None:
         told.append(_age(now - each.at))
-    return [", ".join(told), *(f"  {_branch(one)}" for one in each.branches)]
+    return ", ".join(told)
 
 
 def _branch(one: dict[str, object]) -> str:

@@ -10,7 +10,7 @@ after its step is abandoned, as it is by a fall-back.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -70,9 +70,14 @@ def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
 
 def at(store: ObjectStore, name: str, version: Version) -> Branch:
     """Returns the branch of which ``version`` is."""
-    later = (each for each in reversed(every(store, name)) if version.generation > max(each.get("until", 0), each["generation"]))
-    found = next(later, None)
+    found = made_by(every(store, name), version)
     return _begun(store, name) if found is None else _of(found)
+
+
+def made_by(every: Sequence[Mapping[str, Any]], version: Version) -> Mapping[str, Any] | None:
+    """Returns which of all later branches has made ``version``; None for the first branch."""
+    later = (each for each in reversed(every) if version.generation > max(each.get("until", 0), each["generation"]))
+    return next(later, None)
 
 
 def abandoned(every: Iterable[Mapping[str, Any]], version: Version) -> bool:

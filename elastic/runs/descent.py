@@ -36,8 +36,18 @@ class Descent:
     """Why it cannot be read, or ""."""
 
     @property
+    def source(self) -> Origin | None:
+        """The checkpoint that it comes from; None also for a word that does not name one exactly."""
+        return self.origin or (Origin.of(self.warm) if "." in self.warm.rpartition("@")[2] else None)
+
+    @property
     def parent(self) -> str:
         return self.origin.run if self.origin else checkpoint_of(self.warm)[0] if self.warm else ""
+
+    def branch_of(self, child: Descent) -> int:
+        """Returns the number of the branch that a run comes from of which this one is the parent."""
+        found = branches.made_by(self.branches, child.source.version) if child.source else None
+        return 1 if found is None else int(found["number"])
 
 
 def runs_of(bucket: str) -> list[Descent]:
@@ -47,13 +57,24 @@ def runs_of(bucket: str) -> list[Descent]:
     return [_look(store, bucket, name) for name in names if store.exists(f"{name}/job.json")]
 
 
-def tree(found: list[Descent], parent: str = "", depth: int = 0) -> Iterator[tuple[int, Descent]]:
-    """Yields each run after the one that it comes from, with its depth.  Those that come from none that is there are at the top."""
+def tree(found: list[Descent]) -> Iterator[tuple[int, Descent, dict[str, Any] | None]]:
+    """Yields the runs, and their branches, from the top down: the depth, the run, and a later branch of it or None.
+
+    A run comes after the branch that it comes from.  Those that come from none that is there are at the top.
+    """
     names = {each.name for each in found}
     for each in found:
-        if (each.parent if each.parent in names else "") == parent:
-            yield depth, each
-            yield from tree(found, each.name, depth + 1)
+        if each.parent not in names:
+            yield from _below(each, found, 0)
+
+
+def _below(run: Descent, found: list[Descent], depth: int) -> Iterator[tuple[int, Descent, dict[str, Any] | None]]:
+    children = [each for each in found if each.parent == run.name and each is not run]
+    for number, branch in ((1, None), *((int(each["number"]), each) for each in run.branches)):
+        yield depth, run, branch
+        for each in children:
+            if run.branch_of(each) == number:
+                yield from _below(each, found, depth + 1)
 
 
 def _look(store: ObjectStore, bucket: str, name: str) -> Descent:

@@ -75,7 +75,7 @@ def test_a_roll_back_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L5: branches below their run, forks and warm starts below the run that they come from, and what cannot be read says so."""
+    """L5: branches below their run, forks and warm starts below the branch that they come from, and what cannot be read says so."""
     store, run = ObjectStore.open(str(tmp_path)), Run.open(job_of(tmp_path))
     for step in (2, 4):
         run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
@@ -83,17 +83,22 @@ def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.
     forks.begin(store, job_of(tmp_path, "fork"), Origin("run", Version(2, 1)), {})
     forks.begin(store, job_of(tmp_path, "child"), Origin("fork", Version(2, 1)), {})
     Run.open(job_of(tmp_path, "warm", init="run@4.1"))
+    run.commit(Version(8, 2), write(run.checkpoints, Version(8, 2), STATE, 1), ((1, 4), (2, 8)), Layout())
+    forks.begin(store, job_of(tmp_path, "later", steps=9), Origin("run", Version(8, 2)), {})
+    Run.open(job_of(tmp_path, "after", init="run@8.2"))
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "job.json").write_text('{"job": {"steps": "many"}}')
     said: list[str] = []
     monkeypatch.setattr(branch_commands, "say", said.append)
     assert main(["runs", str(tmp_path)]) == 0
     assert [line for line in said if not line.startswith("odd")] == [
-        "run: step 4 of 9, not finished, 2 hours ago",
-        "  branch 2 from step 4: steps = 6 → 9",
+        "run: step 8 of 9, not finished, 2 hours ago",
         "    child: step 2 of 6, not finished, from step 2 of generation 1 of run",
         "    fork: step 2 of 6, not finished, from step 2 of generation 1 of run",
         "    warm: step 0 of 6, not finished, with the weights of run@4.1",
+        "  branch 2 from step 4: steps = 6 → 9",
+        "    after: step 0 of 6, not finished, with the weights of run@8.2",
+        "    later: step 8 of 9, not finished, from step 8 of generation 2 of run",
     ]
     assert any(line.startswith("odd: cannot be read: ") for line in said)
     assert main(["runs", str(tmp_path / "empty")]) == 1

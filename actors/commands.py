@@ -13,7 +13,7 @@ from rich.table import Table
 
 import elastic
 from actors.terminal import console, say, screen_for, show_result
-from elastic.config.command_line import COMMAND_LINE
+from elastic.config.settings import COMMAND_LINE
 from elastic.errors import ElasticError, JobError, PlatformGaveUp
 from elastic.imports import failure, users_traceback
 from elastic.job import Job

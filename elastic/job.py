@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, JsonValue, PrivateAttr, ValidationError, model_validator
 
 from elastic.config.agreement import disagreements
-from elastic.config.command_line import COMMAND_LINE, read_options
+from elastic.config.command_line import read_options
 from elastic.config.sections import (
     BatchRamp,
     Checkpoint,
@@ -41,7 +41,7 @@ from elastic.config.sections import (
     Watch,
     Workers,
 )
-from elastic.config.settings import Where, merge, read_toml, sentences
+from elastic.config.settings import Where, merge, read_toml, sentences, source_of
 from elastic.config.values import (
     Auto,
     Branch,
@@ -200,7 +200,7 @@ class Job(Part):
 
     if not TYPE_CHECKING:  # type checkers keep the typed constructor
 
-        def __init__(self, where: Where = lambda _: "Job", /, **settings: Any) -> None:
+        def __init__(self, where: Where = lambda setting, line: "Job", /, **settings: Any) -> None:
             """Checks the settings.  Raises :class:`JobError` with one sentence for each problem; ``where`` returns the source of a
             setting.
             """
@@ -226,7 +226,7 @@ class Job(Part):
         options = overrides if isinstance(overrides, Mapping) else read_options(overrides, cls)
         values = merge(read_toml(path), options, path.name)
         checked: Callable[..., Job] = cls
-        return checked(lambda setting: COMMAND_LINE if setting in options else path.name, **values)
+        return checked(source_of(path.name, options), **values)
 
     @classmethod
     def from_json(cls, text: str) -> Job:

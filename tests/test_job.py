@@ -307,9 +307,9 @@ def test_every_problem_is_said_at_once(job_file: Path) -> None:
 def test_several_settings_that_disagree_are_all_named(job_file: Path) -> None:
     lines = refusal(job_file, "--global_batch", "9", "--schedule.warmup_steps", "21", "--workers.min", "5")
     assert [line.split(" = ")[0] for line in lines] == [
-        "job.toml: global_batch",
-        "job.toml: schedule.warmup_steps",
-        "job.toml: workers.min",
+        "job.toml with --global-batch: global_batch",
+        "job.toml with --schedule.warmup-steps: schedule.warmup_steps",
+        "job.toml with --workers.min: workers.min",
     ]
 
 

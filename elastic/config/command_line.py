@@ -17,10 +17,9 @@ from typing import Any, get_origin
 from pydantic.fields import FieldInfo
 
 from elastic.config.describe import default_of, kinds_of, meaning_of
-from elastic.config.settings import Model, annotation_of, leaves, unknown
+from elastic.config.settings import COMMAND_LINE, Model, annotation_of, leaves, unknown
 from elastic.errors import JobError
 
-COMMAND_LINE = "command line"
 FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 NUMBER = re.compile(r"^-\.?\d")
 """A word that begins like this is a negative number, not an option.  argparse itself does not know ``-1e-3``."""

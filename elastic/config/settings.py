@@ -18,8 +18,9 @@ from pydantic.fields import FieldInfo
 from elastic.errors import JobError
 
 Model = type[BaseModel]
-Where = Callable[[str], str]
-"""Returns the source of a setting: the name of a file, or the command line."""
+Where = Callable[[str, str], str]
+"""Returns the source of a setting, or (for "") of those that a sentence names: the name of a file, the command line, or both."""
+COMMAND_LINE = "command line"
 ELSEWHERE = {
     "learning_rate": ("optim.lr",),
     "batch_size": ("global_batch", "microbatch"),
@@ -73,7 +74,24 @@ def sentences(error: ValidationError, model: Model, where: Where) -> list[str]:
             text = f"{setting} = {problem['input']!r} {_expected(problem)}" if problem["type"] != "missing" else _missing(setting)
         said = found.setdefault(setting, (problem["input"], []))[1]
         said.append(text)
-    return [f"{where(setting)}: {line}" for setting, (_, said) in found.items() for line in _joined(said)]
+    return [f"{where(setting, line)}: {line}" for setting, (_, said) in found.items() for line in _joined(said)]
+
+
+def source_of(file: str, options: Iterable[str]) -> Where:
+    """Returns how to find the source of a setting of a job whose values are those of ``file``, but for those of ``options``."""
+
+    def named(line: str) -> list[str]:
+        """Returns the options that give what a sentence names, or at least something else in a section that it names."""
+        exact = [name for name in options if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)", line)]
+        return exact or [name for name in options if "." in name and re.search(rf"(?<![\w.]){re.escape(name.partition('.')[0])}[.]", line)]
+
+    def where(setting: str, line: str) -> str:
+        if setting:
+            return COMMAND_LINE if setting.partition("[")[0] in options else file
+        given = " and ".join(map(option_of, named(line)))
+        return f"{file} with {given}" if given else file
+
+    return where
 
 
 def unknown(setting: str, model: Model, typed: str = "", also: Iterable[str] = ()) -> str:
@@ -106,11 +124,14 @@ def option_of(setting: str) -> str:
 def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
     """Returns the known settings that are probably meant by ``setting``: one, rarely two, or none.
 
-    A setting with the same last part comes first (the right name in a wrong section), then what other trainers call so.  Next comes one
-    of the same section whose last part is spelt alike, then one that is spelt alike as a whole, then one whose last part is.  Without a
-    section the last two change places, and with a known one the likeness must be greater.
+    One whose whole name ends ``setting`` comes first, then one with the same last part (the right name in a wrong section), then what
+    other trainers call so.  Next comes one of the same section whose last part is spelt alike, then one that is spelt alike as a whole,
+    then one whose last part is.  Without a section the last two change places, and with a known one the likeness must be greater.
     """
     section, _, last = setting.rpartition(".")
+    parts = setting.split(".")
+    if inner := next((tail for at in range(1, len(parts) - 1) if (tail := ".".join(parts[at:])) in known), ""):
+        return (inner,)
     by_last = {name.rpartition(".")[2]: (name,) for name in reversed(known)}
     if found := by_last.get(last) or ELSEWHERE.get(last):
         return found
@@ -230,5 +251,5 @@ def _expected(problem: Any) -> str:
 def _joined(said: Sequence[str]) -> list[str]:
     """Returns the alternatives of one setting as one sentence.  A check over several settings has a sentence on each of its lines."""
     first, *others = dict.fromkeys(said)
-    alternatives = [text.partition(" must be ")[2] or text for text in others]
+    alternatives = [re.sub(r"^.*? must (be )?", "", text, count=1) for text in others]
     return ", or ".join([first, *alternatives]).splitlines()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic.config.command_line import Parser, read_options
-from elastic.config.settings import leaves
+from elastic.config.settings import leaves, merge, read_toml, source_of
 from elastic.errors import JobError
 from elastic.job import Job
 
@@ -46,6 +46,48 @@ def test_a_commands_own_option_comes_before_a_setting_of_that_name() -> None:
     assert (known.seed, known.settings, known.line) == (7, {"steps": 3}, ["--steps", "3"])
     plain = Parser(settings=Job).parse_args(["--seed", "7"])
     assert plain.settings == {"seed": 7}, "the control"
+
+
+FILE = 'name = "a"\nbucket = "/b"\nmodel = "a.b:c"\nsteps = 9\nglobal_batch = 8\n[data]\ndataset = "a.b:c"\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "sources"),
+    [
+        ("--optim.lr -3", ["command line"]),
+        ("--optim.betas 1 2", ["command line", "command line"]),
+        ("--data.weights 1 -2", ["command line"]),
+        ("--faults [{}]", ["command line"]),
+        ("--microbatch 3", ["job.toml with --microbatch"]),
+        ("--workers.min 5 --workers.max 2 --seed 3", ["job.toml with --workers.min and --workers.max"]),
+        ("--batch_ramp.start 3", ["job.toml with --batch-ramp.start"]),
+        ("--global-batch 7 --microbatch 1 --schedule.warmup-steps 99", ["job.toml with --schedule.warmup-steps"]),
+    ],
+)
+def test_what_is_wrong_says_which_option_gave_it(tmp_path: Path, line: str, sources: list[str]) -> None:
+    """A value of the file that does not fit one of an option is told with both.  The control: the same values in the file are of the file."""
+    path = tmp_path / "job.toml"
+    path.write_text(FILE)
+    with pytest.raises(JobError) as refused:
+        Job.load(path, line.split())
+    assert [each.partition(": ")[0] for each in str(refused.value).splitlines()] == sources
+    given = merge(read_toml(path), read_options(line.split(), Job), "job.toml")
+    with pytest.raises(JobError) as other:
+        Job(source_of("job.toml", ()), **given)
+    assert [each.partition(": ")[2] for each in str(other.value).splitlines()] == [
+        each.partition(": ")[2] for each in str(refused.value).splitlines()
+    ]
+    assert {each.partition(": ")[0] for each in str(other.value).splitlines()} == {"job.toml"}
+
+
+def test_a_setting_in_a_section_too_many_is_found() -> None:
+    """The control: without the section's name in it, the last part alone decides."""
+    with pytest.raises(JobError, match=r"unknown setting '--optim[.]schedule[.]kind'; did you mean '--schedule[.]kind'\?"):
+        read_options(["--optim.schedule.kind", "linear"], Job)
+    with pytest.raises(JobError, match=r"unknown setting '--optimizer[.]kind'; did you mean '--optim[.]kind'\?"):
+        read_options(["--optimizer.kind", "sgd"], Job)
+    with pytest.raises(JobError, match=r"schedule.kind = 'cosin' must be 'cosine', .* or 'rsqrt', or name code as 'package.module:name'"):
+        Job(schedule={"kind": "cosin"}, name="a", bucket="/b")
 
 
 def test_the_words_of_a_line_say_the_same_again(tmp_path: Path) -> None:

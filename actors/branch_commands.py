@@ -17,7 +17,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.report.divergence import diverged_at
 from elastic.runs import resume
-from elastic.runs.descent import Descent, runs_of, tree
+from elastic.runs.descent import Descent, family, runs_of, tree
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
 from storage.errors import Exists
@@ -82,12 +82,14 @@ def before_divergence(run: Run) -> Version:
 
 
 def runs(known: Namespace) -> int:
-    """Prints the runs of a bucket as a tree."""
-    path = Path(known.bucket)
-    bucket = Job.load(path).bucket if path.is_file() else place(known.bucket)
+    """Prints the runs of a bucket as a tree; of all trees only the one of the run that ``--name`` names, if it does."""
+    asked, name = known.settings, known.settings.get("name", "")
+    bucket = Job.load(known.bucket, asked).bucket if Path(known.bucket).is_file() else place(known.bucket)
     found = runs_of(bucket)
     if not found:
         raise JobError(f"there is no run in bucket = {bucket!r}; name the bucket of a job, or its job file")
+    if name and not (found := family(found, name)):
+        raise JobError(f"there is no run {name!r} in bucket = {bucket!r}; correct the name, or leave it out to see all runs")
     for depth, each, branch in tree(found):
         say(f"{'    ' * depth}{described(each, time.time()) if branch is None else f'  {_branch(branch)}'}")
     return 0

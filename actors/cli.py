@@ -120,7 +120,8 @@ def _add_run_commands(parsers: Any) -> None:
     back.add_argument("--force", action="store_true", help="also if it is not known that the run does not run")
     owed = _takes_job(parsers, "owed", commands.owed, "list the exports, samples and validations that a run owes, or do them")
     owed.add_argument("--pay", action="store_true", help="do them now, in this process, also those that were given up")
-    runs = parsers.add_parser("runs", help="show the runs of a bucket, and how they descend from each other")
+    story = "show the runs of a bucket, and how they descend from each other; with --name only those that have to do with that run"
+    runs = parsers.add_parser("runs", help=story, settings=Job, beside=parsers.choices)
     runs.add_argument("bucket", help="the bucket, or a job file (TOML) that names it")
     runs.set_defaults(perform=branch_commands.runs)
     status = _takes_job(parsers, "status", commands.on_run, "show where a run stands, and follow it")

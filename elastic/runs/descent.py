@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,15 +57,24 @@ def runs_of(bucket: str) -> list[Descent]:
     return [_look(store, bucket, name) for name in names if store.exists(f"{name}/job.json")]
 
 
-def tree(found: list[Descent]) -> Iterator[tuple[int, Descent, dict[str, Any] | None]]:
+def tree(found: list[Descent], roots: Collection[str] | None = None) -> Iterator[tuple[int, Descent, dict[str, Any] | None]]:
     """Yields the runs, and their branches, from the top down: the depth, the run, and a later branch of it or None.
 
-    A run comes after the branch that it comes from.  Those that come from none that is there are at the top.
+    A run comes after the branch that it comes from.  At the top are ``roots``, or else those that come from none that is there.
     """
     names = {each.name for each in found}
     for each in found:
-        if each.parent not in names:
+        if (each.parent not in names) if roots is None else (each.name in roots):
             yield from _below(each, found, 0)
+
+
+def family(found: list[Descent], name: str) -> list[Descent]:
+    """Returns the runs that descend from the same one as the run of that name, and that one; none if there is no run of that name."""
+    parents, known = {each.name: each.parent for each in found}, list[str]()
+    while name in parents and name not in known:
+        known.append(name)
+        name = parents[name]
+    return [each for _, each, branch in tree(found, known[-1:]) if branch is None]
 
 
 def _below(run: Descent, found: list[Descent], depth: int) -> Iterator[tuple[int, Descent, dict[str, Any] | None]]:

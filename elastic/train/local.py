@@ -39,6 +39,7 @@ from elastic.report.story import Line, Scored, Sentence, Story
 from elastic.runs import asked as recorded
 from elastic.runs import owed
 from elastic.runs.metrics import Sinks, store_rows
+from elastic.runs.resume import best_of
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
 from elastic.state.heal import Healing, home_of
@@ -274,8 +275,10 @@ class _Local:
         self.sinks.hand_on(self.lineage)
         if not stops:
             self._pay()
-        if self.session.job.checkpoint.keep_last:
-            self.retention.round(Retain((version,), self.lineage, None, (self.plan.version,)))
+        rules = self.session.job.checkpoint
+        if rules.keep_last:
+            best = best_of(self.run) if rules.keep_best else None  # no journal says which one it is
+            self.retention.round(Retain((version,), self.lineage, best and best[0], (self.plan.version,)))
 
     def _pay(self) -> None:
         """Performs what is owed, each once; what fails is tried again at the next save."""

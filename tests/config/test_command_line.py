@@ -65,7 +65,7 @@ FILE = 'name = "a"\nbucket = "/b"\nmodel = "a.b:c"\nsteps = 9\nglobal_batch = 8\
     ],
 )
 def test_what_is_wrong_says_which_option_gave_it(tmp_path: Path, line: str, sources: list[str]) -> None:
-    """A value of the file that does not fit one of an option is told with both.  The control: the same values in the file are of the file."""
+    """A value of the file that does not fit one of an option is told with both.  The control: all from the file."""
     path = tmp_path / "job.toml"
     path.write_text(FILE)
     with pytest.raises(JobError) as refused:

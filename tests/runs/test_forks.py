@@ -25,7 +25,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
-from elastic.report.story import Line, Sentence, StepLine
+from elastic.report.story import Line, Scored, Sentence, StepLine
 from elastic.runs import forks, resume
 from elastic.runs.forks import Origin
 from elastic.runs.metrics import keep_until, rows_of, store_rows, stored
@@ -424,3 +424,17 @@ def test_two_commands_do_not_begin_the_same_fork() -> None:
     with pytest.raises(Exists):
         forks.begin(run.store, fork, Origin("run", OLD), {})
     assert Run.find(fork).newest() == OLD
+
+
+@pytest.mark.parametrize("keep_best", [True, False], ids=("kept", "the control"))
+def test_l7_the_best_checkpoint_of_a_run_in_this_process_is_kept_and_others_go(tmp_path: Path, keep_best: bool) -> None:
+    """L7: with ``--local``, too, also by a command that goes on.  The judge reads the losses from what was shown."""
+    rules = {"save_every": 2, "keep_last": 2, "keep_best": keep_best}
+    settings = {"validation": {"every": 2, "args": {"samples": 16}}, "optim": {"lr": 1.0}, "checkpoint": rules}
+    shown = trained(job_of(tmp_path, steps=8, **settings))
+    shown += trained(job_of(tmp_path, steps=14, **settings), branch=True)
+    losses = {line.step: line.loss for line in shown if isinstance(line, Scored)}
+    best = min(losses, key=lambda step: (losses[step], step))
+    assert sorted(losses) == list(range(2, 15, 2)) and best not in (8, 12, 14)
+    good = {each.version.step for each in Run.find(job_of(tmp_path, steps=14, **settings)).checkpoints.versions() if each.good}
+    assert good == ({best, 8, 12, 14} if keep_best else {8, 12, 14}), "a branch goes on from step 8"

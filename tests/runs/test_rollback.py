@@ -101,4 +101,11 @@ def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.
         "    later: step 8 of 9, not finished, from step 8 of generation 2 of run",
     ]
     assert any(line.startswith("odd: cannot be read: ") for line in said)
+    (tmp_path / "job.toml").write_text(to_toml(job_of(tmp_path)))
+    all_, one = list(said), [line for line in said if not line.startswith("odd")]
+    for name in ("run", "child", "later"):
+        said.clear()
+        assert main(["runs", str(tmp_path / "job.toml"), "--name", name]) == 0 and said == one != all_
+    said.clear()
+    assert main(["runs", str(tmp_path), "--name", "nobody"]) == 1 == main(["runs", str(tmp_path), "--nane", "run"]) and not said
     assert main(["runs", str(tmp_path / "empty")]) == 1

@@ -380,20 +380,13 @@ def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
 
     Raises :class:`ModelError` if it cannot attend by the kernel that the job names.
     """
-    if not job.workers.gpus and job.attention == "flash-4":
-        raise JobError("attention = 'flash-4' is for GPUs, and workers.gpus = 0; set it to 1, or attention to 'auto'")
+    packed = getattr(dataset, "documents", False) is True
+    if job.attention == "flash-4":
+        _check_flash(job, model, packed)
     if not job.workers.gpus:
         return []
     apply_kernels(model, torch.device("cuda"), job)
-    packed, own = getattr(dataset, "documents", False) is True, getattr(model, "attends", None)
-    if job.attention == "flash-4":
-        reasons = {
-            f"{job.model!r} attends by itself": own is None,
-            "the model has dropout": has_dropout(model),
-            "data.args.documents = true keeps documents apart": packed,
-        }
-        for reason in (reason for reason, holds in reasons.items() if holds):
-            raise ModelError(f"attention = 'flash-4' knows nothing of it: {reason}; set attention to 'auto'")
+    own = getattr(model, "attends", None)
     chosen = getattr(model, "attends_in_documents", own) if packed else own
     said = [f"attention is by {chosen.value}"] if isinstance(chosen, Kernel) else []
     if not packed or chosen is Kernel.FLEX:
@@ -403,6 +396,18 @@ def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
         "data.args.documents = true: without FlexAttention, attention within documents is slow on a GPU, and needs a mask of seq_len × "
         "seq_len; FlexAttention needs compile = true and a model without dropout",
     ]
+
+
+def _check_flash(job: Job, model: nn.Module, packed: bool) -> None:
+    """Raises :class:`ModelError` with all that flash-attention 4 does not fit, unless it can attend for ``model``."""
+    reasons = {
+        "it is for GPUs, and workers.gpus = 0; set it to 1": not job.workers.gpus,
+        f"{job.model!r} attends by itself": not hasattr(model, "attends"),
+        "it has no dropout, and the model has some": has_dropout(model),
+        "it does not keep documents apart, and data.args.documents = true": packed,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ModelError(f"attention = 'flash-4': {'; '.join(found)}; or set attention to 'auto'")
 
 
 def _wrapping(blocks: tuple[str, ...]) -> str:

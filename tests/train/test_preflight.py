@@ -171,14 +171,20 @@ def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, 
     assert told(**flash) == told(**flash, compile=True) == ["attention is by flash-attention 4"]
     assert told(workers={"gpus": 0}) == []
     for wrong, said in [
-        ({"documents": True}, "data.args.documents = true keeps documents apart; set attention to 'auto'"),
-        ({"model_args": small | {"dropout": 0.1}}, "the model has dropout; set attention to 'auto'"),
-        ({"workers": {"gpus": 0}}, "workers.gpus = 0; set it to 1, or attention to 'auto'"),
+        ({"documents": True}, "it does not keep documents apart, and data.args.documents = true; or set attention to 'auto'"),
+        ({"model_args": small | {"dropout": 0.1}}, "it has no dropout, and the model has some; or set attention to 'auto'"),
+        ({"workers": {"gpus": 0}}, "it is for GPUs, and workers.gpus = 0; set it to 1; or set attention to 'auto'"),
         ({"precision": "fp32"}, "precision = 'fp32'; set it to 'bf16', or attention to 'auto'"),
         ({"numerics": 2}, "is not in numerics = 2"),
+        (
+            {"documents": True, "model_args": small | {"dropout": 0.1}, "workers": {"gpus": 0}},
+            "workers.gpus = 0; set it to 1; it has no dropout, and the model has some; it does not keep documents apart, and data.args",
+        ),
     ]:
         with pytest.raises(JobError, match=re.escape(said)):
             told(**flash, **wrong)
+    with pytest.raises(JobError, match=r"(?s)precision = 'fp32'; set it to 'bf16'.*is not in numerics = 2"):
+        job(**flash, precision="fp32", numerics=2)
 
 
 # ---- a run is bound to its samples, not to their place

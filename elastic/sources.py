@@ -180,16 +180,17 @@ def _digest(data: bytes) -> str:
 def stored(store: ObjectStore, name: str) -> Sources | None:
     """Returns the newest sources with which the run of that name trained, or None."""
     documents = _documents(store, name)
-    return _of(documents.read(number)) if (number := documents.newest()) else None
+    return of(documents.read(number)) if (number := documents.newest()) else None
 
 
 def at(store: ObjectStore, name: str, version: Version) -> Sources | None:
     """Returns the sources with which the run of that name made ``version``, or None if it has noted none, or did not make it."""
     later = (each for each in reversed(every(store, name)) if version.generation > max(each.get("until", 0), each["generation"]))
-    return None if (found := next(later, None)) is None else _of(found)
+    return None if (found := next(later, None)) is None else of(found)
 
 
-def _of(document: Mapping[str, Any]) -> Sources:
+def of(document: Mapping[str, Any]) -> Sources:
+    """Returns the sources that are stored in one of :func:`every`."""
     return Sources({file: (raw, tree) for file, (raw, tree) in document["files"].items()}, document["python"])
 
 
@@ -198,8 +199,8 @@ def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
     return _documents(store, name).every()
 
 
-def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: float, until: int = 0) -> str:
-    """Writes the sources with which the run goes on from ``version``, unless they are those that are stored.
+def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: float, until: int = 0, before: Sources | None = None) -> str:
+    """Writes the sources with which the run goes on from ``version``, unless they are those that are stored, and those of ``before``.
 
     What the generations up to ``until`` made, they made with other ones, also after ``version``.
 
@@ -208,7 +209,7 @@ def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: flo
     """
     documents, then = _documents(store, name), stored(store, name)
     number = documents.newest() + 1
-    differs = now.differ(then) if then is not None else []
+    differs = next((found for each in (then, before) if then and each and (found := now.differ(each))), [])
     if then is not None and not differs:
         return ""
     about = {

@@ -258,9 +258,10 @@ def test_l10_code_matters_only_where_a_run_goes_on(code: Path, tmp_path: Path) -
     with pytest.raises(ModelError, match="'undefined' is not defined"):
         trained(job)
     edit(code / "mine_loss.py", "errors = nothing = undefined + ", "errors = ")
-    trained(job)
+    assert not any("the code of" in text for text in [*trained(job), *trained(job)])
     edit(code / "mine/layers.py", RELU, GELU)
-    trained(job)
+    note = "the code of run is not that with which it was trained (mine/layers.py (changed)); nothing is trained now"
+    assert note in trained(job)
     with pytest.raises(JobError, match=r"steps = 6 there and 9 here"):
         trained(job.replace(steps=9))
     with pytest.raises(JobError, match=r"has changed since step 6: mine/layers\.py \(changed\)"):
@@ -321,6 +322,23 @@ def test_l10_what_goes_on_from_a_step_has_the_code_that_made_it(code: Path, of_t
     with pytest.raises(JobError, match=r"has changed since step 6: mine/layers\.py \(changed\)"):
         launch(job.replace(name="other"), local=True, resume="newest@6")
     assert launch(job.replace(name="other"), local=True, resume="newest@6", accept_code=True).state == "Finished"
+
+
+def test_l10_after_a_rollback_the_run_has_the_code_of_the_version_it_goes_on_from(code: Path, of_two: Job, tmp_path: Path) -> None:
+    """L10: rolled back to step 3, the run is one of relu again, and gelu is refused.  The control: until then relu is refused."""
+    job = of_two.replace(steps=9)
+    with pytest.raises(JobError, match=r"has changed since step 6: mine/layers\.py \(changed\)"):
+        launch(job, local=True, branch=True)
+    (tmp_path / "job.toml").write_text(to_toml(of_two))
+    assert main(["rollback", str(tmp_path / "job.toml"), "--to", "3"]) == 0
+    edit(code / "mine/layers.py", RELU, GELU)
+    with pytest.raises(JobError, match=r"has changed since step 3: mine/layers\.py \(changed\)"):
+        trained(of_two)
+    edit(code / "mine/layers.py", GELU, RELU)
+    assert "code 3 of run goes on from step 3: mine/layers.py (changed)" in trained(of_two)
+    relu = job_of(tmp_path / "whole", validation={"every": 3, "dataset": "mine.samples:Waves"})
+    trained(relu)
+    assert exported_hash(of_two) == exported_hash(relu)
 
 
 @pytest.mark.fast

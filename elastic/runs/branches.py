@@ -85,6 +85,12 @@ def abandoned(every: Iterable[Mapping[str, Any]], version: Version) -> bool:
     return any(version.generation <= each.get("until", 0) and version.step > each["step"] for each in every)
 
 
+def overtook(every: Iterable[Mapping[str, Any]], noted: Mapping[str, Any]) -> bool:
+    """Returns whether one of the branches was begun after ``noted``, which says of which version and until which generation it is."""
+    every, known = list(every), noted.get("until", 0)
+    return abandoned(every, Version(noted["step"], noted["generation"])) or any(each.get("until", 0) > known for each in every)
+
+
 def change_of(setting: str) -> Change:
     """Returns what another value of ``setting`` does to a run that has begun: what :func:`check` says of it."""
     return change_at(Job, setting.partition("[")[0])

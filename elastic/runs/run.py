@@ -199,19 +199,27 @@ class Run:
         """
         known = self.standing(0, 0.0)
         newest = max(known.history.saved, default=Version(0, 0))
-        return sources.begin(self.store, self.job.name, code, newest, now, known.generation) if newest.step < self.job.steps else ""
+        if newest.step >= self.job.steps:
+            return ""
+        return sources.begin(self.store, self.job.name, code, newest, now, known.generation, self._code(newest))
 
-    def check_code(self, code: Sources, newest: Version, *, accept: bool) -> None:
+    def check_code(self, code: Sources, newest: Version, *, accept: bool) -> str:
         """Raises :class:`JobError` if the run would go on from ``newest`` with other code than it had, unless ``accept`` says so.
 
-        A run that has made all of its steps trains no more, so its code does not matter.
+        A run that has made all of its steps trains no more, so its code does not matter: returns a sentence if it is other.
         """
-        if accept or newest.step >= self.job.steps:
-            return
-        then = sources.stored(self.store, self.job.name)
-        if then is None and self.checkpoints.inherited:  # the fork has not trained yet
-            then = self.code_of(newest)
-        self._compare(code, then, newest)
+        then = None if accept else self._code(newest)
+        if then is None or newest.step < self.job.steps:
+            self._compare(code, then, newest)
+        elif differs := code.differ(then):
+            return f"the code of {self.job.name} is not that with which it was trained ({sources.listed(differs)}); nothing is trained now"
+        return ""
+
+    def _code(self, newest: Version) -> Sources | None:
+        """Returns the code with which the run goes on from ``newest``: the newest one, or after a later branch what made ``newest``."""
+        branched = branches.every(self.store, self.job.name)
+        noted = [each for each in sources.every(self.store, self.job.name)[-1:] if not branches.overtook(branched, each)]
+        return sources.of(noted[0]) if noted else self.code_of(newest)  # also of a fork that has not trained yet
 
     def check_code_of(self, version: Version, code: Sources, *, accept: bool, looks: bool = False) -> None:
         """Raises :class:`JobError` if ``version`` was made with other code than this, unless ``accept`` says that it does not matter.

@@ -136,7 +136,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
             _check_quarantine(job, run.checkpoints.open(at), at)
         if why := misfit(job, lasting, run.checkpoints.open(newest).tensors(), newest):
             raise ModelError(why)
-        _check_code(run, sources, start, newest, accept_code)
+        notes += filter(None, [_check_code(run, sources, start, newest, accept_code)])
     notes += _attention(job, model, session.loader.dataset)
     if local:
         return Checked(build, [*notes, *_unused(job)], sources)
@@ -367,12 +367,12 @@ def _check_flops(model: nn.Module, job: Job) -> None:
         ) from error
 
 
-def _check_code(run: Run, sources: Sources, start: Start | None, newest: Version, accept: bool) -> None:
-    """Compares the job's code with that of the version that the run goes on from.  Raises :class:`JobError` as the two checks do."""
+def _check_code(run: Run, sources: Sources, start: Start | None, newest: Version, accept: bool) -> str:
+    """Compares the job's code with that of the version that the run goes on from.  Returns and raises as the two checks do."""
     if start is None or start.at is None:
-        run.check_code(sources, newest, accept=accept)
-    else:
-        run.check_code_of(start.at, sources, accept=accept)
+        return run.check_code(sources, newest, accept=accept)
+    run.check_code_of(start.at, sources, accept=accept)
+    return ""
 
 
 def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.cores import usable_cores
 from elastic.config.sections import Workers
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
@@ -77,7 +78,7 @@ def connect(address: str | None, workers: Workers | None = None, *, compiles: bo
         raise PlatformGaveUp(f"no Ray cluster answers at {address}; correct --address, or leave it out")
     options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address or "auto"}
     if local:
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         if workers is not None and prepared(workers, cores):
             os.environ.setdefault("RAY_preload_python_modules", f"{PRELOADED},{COMPILER}" if compiles else PRELOADED)
         options |= {"object_store_memory": 80 * 2**20, "num_cpus": max(SMALL, cores) if workers is None else wanted(workers)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from actors.cluster import COMPILER, PRELOADED, crowded, prepared, wanted
+from actors.cores import usable_cores
 from elastic.config.sections import Workers
 from tests.support.commands import ROOT, Command
 from tests.support.job_file import to_toml
@@ -106,7 +107,7 @@ def test_a_cluster_of_this_machine_has_room_for_the_run_and_says_if_that_has_mor
 @pytest.mark.full
 def test_who_trains_more_workers_than_there_are_cores_is_told_once(tmp_path: Path) -> None:
     """All of them have room, too.  The control is one worker."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     for most, said in ((cores + 1, 1), (1, 0)):
         workers = {"min": most, "max": most}
         (tmp_path / "job.toml").write_text(to_toml(toy_job(tmp_path / "bucket", name=f"of-{most}", steps=2, workers=workers)))
@@ -114,3 +115,31 @@ def test_who_trains_more_workers_than_there_are_cores_is_told_once(tmp_path: Pat
         assert command.wait() == 0, command.text
         assert command.text.count(f"this machine has {cores} cores, and {most} workers") == said
         assert f"world {most} " in command.text
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("files", "own", "cores"),
+    [
+        ({"cpu.max": "max 100000"}, "0::/", None),
+        ({"cpu.max": "150000 100000"}, "0::/", 2),
+        ({"cpu.max": "max 100000", "a/cpu.max": "100000 100000", "a/b/cpu.max": "300000 100000"}, "0::/a/b", 1),
+        ({"cpu.max": "1000 100000"}, "0::/", 1),
+        ({"a/cpu.max": "100000 100000"}, "0::/b", None),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "50000"}, "3:cpu,cpuacct:/x\n0::/", 2),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "50000"}, "3:cpu,cpuacct:/", None),
+        ({}, "", None),
+    ],
+    ids=("no quota", "a part", "a group around it", "less than one", "another group", "version 1", "version 1, none", "no cgroups"),
+)
+def test_a_quota_of_the_container_counts_as_cores_do(
+    tmp_path: Path, files: dict[str, str], own: str, cores: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cores are those of a quota, if the machine has more.  None stands for no quota."""
+    for name, text in files.items():
+        (path := tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "own").write_text(own)
+    for there in (8, 1):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, there=there: set(range(there)))
+        assert usable_cores(tmp_path / "cgroup", tmp_path / "own") == min(cores or there, there)

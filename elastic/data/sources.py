@@ -7,6 +7,7 @@ line or row, counted from 1.
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -128,7 +129,7 @@ def _rows(file: TextFile, field: str) -> Iterator[Document]:
 
 
 def _checked(text: bytes, file: TextFile) -> bytes:
-    """Returns ``text``.  Raises :class:`DataError` unless it is UTF-8.
+    """Returns ``text``, without the mark of UTF-8 at its beginning that some editors write.  Raises :class:`DataError` unless it is UTF-8.
 
     Letters in UTF-16 are valid UTF-8, too, with a zero after each; so no text has zeros in more than a quarter of its bytes.
     """
@@ -142,7 +143,7 @@ def _checked(text: bytes, file: TextFile) -> bytes:
         raise DataError(
             f"{file.place}, line {line}: byte {text[error.start]:#04x} is not UTF-8; convert the file to UTF-8, or leave it out"
         ) from None
-    return text
+    return text.removeprefix(codecs.BOM_UTF8)
 
 
 def _utf8(text: object, place: str, field: str) -> bytes:

@@ -56,16 +56,21 @@ def whole_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP, own: Path = OWN
 def _limits(cgroup: Path, own: Path) -> Iterator[tuple[Path, str, int, str, str]]:
     """Yields each cgroup of this process that has a limit: its folder, the name of the limit and its bytes, and two names of
     ``VERSIONS``."""
-    groups: dict[str, str] = {}
-    with suppress(OSError):  # the kernel has no cgroups
-        groups = {names: path for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines())}
     for controller, folder, limit, used, cached in VERSIONS:
-        mine = Path(next((path for names, path in groups.items() if controller in names.split(",")), "/")).relative_to("/")
-        for group in (cgroup / folder / each for each in (mine, *mine.parents)):
+        for group in groups(controller, cgroup / folder, own):
             with suppress(OSError):  # the group is not visible from here, or has no limit
                 allowed = (group / limit).read_text().strip()
                 if allowed.isdigit():
                     yield group, limit, int(allowed), used, cached
+
+
+def groups(controller: str, folder: Path, own: Path = OWN) -> list[Path]:
+    """Returns the cgroup of this process for ``controller``, and those around it, as folders in ``folder``; some may not be visible."""
+    found: dict[str, str] = {}
+    with suppress(OSError):  # the kernel has no cgroups
+        found = {names: path for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines())}
+    mine = Path(next((path for names, path in found.items() if controller in names.split(",")), "/")).relative_to("/")
+    return [folder / each for each in (mine, *mine.parents)]
 
 
 def free_disk(folder: str | int) -> tuple[int, str]:

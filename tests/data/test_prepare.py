@@ -111,6 +111,14 @@ def test_sources_are_files_and_folders_in_the_order_given(tmp_path: Path, monkey
     assert [document.text for document in found] == [b"3", b"1", b"2", b"4", b"5", b"1"]
 
 
+def test_the_mark_of_utf8_at_the_beginning_of_a_file_is_no_text(tmp_path: Path) -> None:
+    """Some editors write one.  Within the text it is a letter like any other, and a text of JSON has it if it says so."""
+    put(tmp_path / "a.txt", "first".encode("utf-8-sig"))
+    put(tmp_path / "b.txt", "sec\ufeffond".encode())
+    put(tmp_path / "c.jsonl", jsonl({"text": "\ufeffthird"}).decode().encode("utf-8-sig"))
+    assert [d.text.decode() for d in documents(text_files([tmp_path]))] == ["first", "sec\ufeffond", "\ufeffthird"]
+
+
 def test_another_field_and_other_suffixes(tmp_path: Path) -> None:
     put(tmp_path / "a.log", b"log")
     put(tmp_path / "b.jsonl", jsonl({"body": "one", "text": 1}))

@@ -1,7 +1,8 @@
 """``python tests/capabilities.py [id ...]`` prints each capability, the tests that carry its id, and their last result on this machine.
 
 A test carries an id in its name (``test_r14_each_sample_once``) or in the docstring of itself or its class (``R14: ...``).  A
-capability without a passing test is "not proven here": a skipped test proves nothing.  Results are those that
+capability has failed if one of its tests has, whatever the others show.  Without a passing test it is "skipped" or, if none was run, "not
+proven here": a skipped test proves nothing.  Results are those that
 ``tests/conftest.py`` left in pytest's cache; ids and texts are ``tests/capabilities.tsv``.
 """
 
@@ -64,14 +65,17 @@ def result(test: str, outcomes: Mapping[str, str]) -> str:
 
 def table(texts: Mapping[str, str], tests: Mapping[str, Sequence[str]], outcomes: Mapping[str, str]) -> Iterator[str]:
     """Yields the lines to print."""
-    proven = 0
+    verdicts = dict.fromkeys(("passed", "FAILED", "skipped", "not proven here"), 0)
     for name, text in texts.items():
         results = {test: result(test, outcomes) for test in tests[name]}
-        verdict = "FAILED" if "failed" in results.values() else "passed" if "passed" in results.values() else "not proven here"
-        proven += verdict == "passed"
+        seen = set(results.values())
+        verdict = next((each for each in ("FAILED", "passed", "skipped") if each.lower() in seen), "not proven here")
+        verdicts[verdict] += 1
         yield f"{name:<4} {verdict:<16} {text}"
         yield from (f"     {outcome:<16} {test}" for test, outcome in results.items())
-    yield f"{proven} of {len(texts)} capabilities proven here"
+    proven = verdicts.pop("passed")
+    rest = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.items() if number)
+    yield f"{proven} of {len(texts)} capabilities proven here{f' ({rest})' if rest else ''}"
 
 
 def main() -> None:

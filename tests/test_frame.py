@@ -91,10 +91,13 @@ def test_only_a_passing_test_proves() -> None:
         "b[2]": "failed",
         "c": "skipped",
     }
-    tests = {"A": ["a"], "B": ["a", "b"], "C": ["c"], "D": ["d"], "E": []}
+    tests = {"A": ["a", "c", "d"], "B": ["a", "b"], "C": ["c", "d"], "D": ["d"], "E": []}
     lines = list(table(dict.fromkeys(tests, "text"), tests, outcomes))
-    assert [line.split()[1] for line in lines if line[0] in tests] == ["passed", "FAILED", "not", "not", "not"]
-    assert lines[-1] == "1 of 5 capabilities proven here"
+    assert [line.split()[1] for line in lines if line[0] in tests] == ["passed", "FAILED", "skipped", "not", "not"]
+    assert lines[-1] == "1 of 5 capabilities proven here (1 FAILED, 1 skipped, 2 not proven here)"
+    shown = {"     passed           a": 2, "     FAILED           b": 0, "     failed           b": 1, "     skipped          c": 2}
+    assert {line: lines.count(line) for line in shown} == shown, "every test is shown with its own result"
+    assert list(table({"A": "text"}, {"A": ["a"]}, outcomes))[-1] == "1 of 1 capabilities proven here"
 
 
 @pytest.mark.fast

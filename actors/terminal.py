@@ -21,6 +21,7 @@ from rich.text import Text
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.report.progress import Progress, spell
+from elastic.report.speed import LEAST_MFU
 from elastic.report.story import Line, StepLine
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class Screen:
             say(line.text, f"{_clock_of(line)} ", "dim")
         elif line.step == line.steps or (not console.changes and self._is_told(line)):
             self._told_at = line.at
-            left = f"  {spell(self.progress.left_s)} left" if self.progress.left_s else ""
+            left = "".join(f"  {each}" for each in _left(self.progress))
             console.print(f"[dim]{_clock_of(line)}[/] {_step_of(line)}{left}", soft_wrap=True)
             return
         if self._step is not None and self._step.step < self._step.steps and console.changes:
@@ -210,11 +211,16 @@ class Screen:
         parts = [f"step {line.step}/{line.steps}", *([f"{'━' * filled}{'─' * (bar - filled)}"] if bar > 4 else []), f"loss {line.loss:.4f}"]
         if since_s > max(STILL_S, 3 * progress.pace_s):
             parts.append(f"no step for {spell(since_s)}")
-        elif progress.left_s:
-            parts.append(f"{spell(progress.left_s)} left")
+        else:
+            parts += _left(progress)
         if progress.rate:
             parts.append(f"{progress.rate:,.0f} {line.noun}/s")
         return "  ".join([*parts, f"world {line.world}"]) + _usage(line)
+
+
+def _left(progress: Progress) -> list[str]:
+    """Returns the time that is left, in words; nothing if it is not known, or less than a second."""
+    return [f"{spell(progress.left_s)} left"] if round(progress.left_s) else []
 
 
 def _clock_of(line: Line) -> str:
@@ -230,7 +236,7 @@ def _step_of(line: StepLine) -> str:
 
 
 def _usage(line: StepLine) -> str:
-    told = f"  MFU {line.mfu:.0%} ({line.causal_mfu:.0%} causal)" if line.mfu else ""
+    told = f"  MFU {line.mfu:.0%} ({line.causal_mfu:.0%} causal)" if line.mfu >= LEAST_MFU else ""
     told += f"  {amount(line.peak_bytes)}" if line.peak_bytes else ""
     return f"{told}  {line.waiting} waits {line.data_wait:.0%} for data" if line.data_wait >= DATA_WAIT else told
 

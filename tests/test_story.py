@@ -88,3 +88,7 @@ def test_the_mfu_is_what_was_done_of_what_the_devices_could_have_done() -> None:
         ["1 step: 1,000 tokens/s, 5 TFLOP/s a worker, 25.0% of the time waiting for data"],
     )
     assert told((0.0, work)) == ([(0.0, 0.0)], [])
+    toy = replace(work, flops=1e6, causal_flops=1e6)
+    assert told((1.0, replace(toy, peak_flops=0.0)))[1] == ["1 step: 1,000 tokens/s, 25.0% of the time waiting for data"]
+    assert told((1.0, toy))[1] == ["1 step: 1,000 tokens/s, 5e-07 TFLOP/s a worker, 25.0% of the time waiting for data"]
+    assert "MFU 0.5%" in told((1.0, replace(work, flops=0.1e12)))[1][0], "the control"

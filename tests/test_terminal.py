@@ -148,6 +148,25 @@ def test_l12_while_no_step_comes_the_line_says_what_the_run_does_and_how_long(mo
     assert drawn[-1] == "step 10/1000  forms a world, for 0:00:19 now: w2 is gone"
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(("took_s", "said"), [(0.01, ""), (2.0, "0:00:12 left")], ids=("nothing to say", "the control"))
+def test_l12_time_left_and_mfu_are_shown_if_they_say_something(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], took_s: float, said: str
+) -> None:
+    """Less than a second is nothing, and so is an MFU that rounds to 0%: on the line that changes, and in a file."""
+    drawn = list[str]()
+    monkeypatch.setattr(Terminal, "draw", lambda console, text: drawn.append(text))
+    mfu = 0.004 if not said else 0.4
+    for changes in (True, False):
+        monkeypatch.setattr(Terminal, "changes", changes)
+        screen = Screen(1)
+        for line in steps(1, 4, took_s):
+            screen.show(replace(line, steps=10, mfu=mfu, causal_mfu=mfu))
+    for text in (drawn[-1], capsys.readouterr().out.splitlines()[-1]):
+        assert "4/10" in text and said in text and text.count("left") == bool(said)
+        assert ("MFU 40% (40% causal)" in text) is bool(said) and text.count("MFU") == bool(said)
+
+
 def test_l12_a_terminal_shows_one_line_that_changes_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     """L12.  Also with the user's own prints in between.  The controls: the line was there, and with what a terminal does not know as an
     end of line it would be left.
@@ -160,11 +179,11 @@ def test_l12_a_terminal_shows_one_line_that_changes_and_nothing_of_it_is_left(tm
     last = next(n for n, line in enumerate(lines) if line.startswith("step     8/8  loss "))
     assert len(prints) == 8 * 8 and prints == list(range(prints[0], last)), lines
     assert lines[-2].startswith("Finished at step 8 of 8: ") and lines[-1] == ""
-    assert not any("left" in line or "━" in line for line in lines[:last]), lines
+    assert not any("loss" in line or "━" in line for line in lines[:last]), lines
     assert [f"step {n}/8" in run.typed for n in range(1, 9)] == [True] * 7 + [False], "the last step has a line that stays"
     seen = Seen(100)
     seen.feed(run.typed.replace("\x1b[K", ""))
-    assert any("left" in line and "a print of the user" in line for line in seen.lines), "the control"
+    assert any("loss" in line and "a print of the user" in line for line in seen.lines), "the control"
 
 
 def test_l12_a_narrow_terminal_without_colours_that_is_resized_and_hears_ctrl_c(tmp_path: Path) -> None:
@@ -196,7 +215,7 @@ def test_l12_without_control_characters_there_are_plain_lines(tmp_path: Path, te
         code, text = run.wait(), run.typed.replace("\r\n", "\n")
     assert code == 0, text
     assert re.findall(r"step +(\d)/8", text) == list("12345678") and "\x1b" not in text and "\r" not in text
-    assert " 0 samples/s" not in text and re.search(r"step +3/8 .* samples/s .* left", text) and "tokens" not in text
+    assert " 0 samples/s" not in text and re.search(r"step +3/8 .* samples/s ", text) and "tokens" not in text
 
 
 def paced() -> dict[str, object]:

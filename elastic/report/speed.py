@@ -6,6 +6,11 @@ from elastic.plan.copy_budget import amount
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Work
 
+LEAST_FLOPS = 1e9
+"""Smallest number of operations a second that is told of a device without a known peak: less is that of a toy, and says nothing."""
+LEAST_MFU = 0.005
+"""Smallest MFU that is told: a step's line would round less to 0%."""
+
 
 def noun_of(loss: str, outcome: Outcome) -> str:
     """Returns what a step of a job with this ``loss`` counts: tokens, samples, or in general the terms of the loss.
@@ -66,9 +71,9 @@ class Speed:
         if not self.took_s:
             return ""
         parts = [f"{self.tokens / self.took_s:,.0f} {self.noun}/s"]
-        if self.flops:
+        if self.flops and (self.possible_flops or self.flops / self.device_s >= LEAST_FLOPS):
             parts.append(f"{self.flops / self.device_s / 1e12:.3g} TFLOP/s a worker")
-        if self.mfu:
+        if self.mfu >= LEAST_MFU:
             parts.append(
                 f"MFU {self.mfu:.1%} ({self.causal_mfu:.1%} with the causal half of attention)"
                 if self.causal_flops < self.flops

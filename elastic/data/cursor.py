@@ -46,6 +46,8 @@ ROUNDS = 8
 
 SAMPLINGS = ("permutation", "with_replacement")
 """Values of ``data.sampling``."""
+KEYS = 256
+"""Number of keys that are kept: a key serves a whole epoch of one part of a mixture."""
 SORTED = 4
 """Number of steps whose sorted samples are kept: the present one, and those that are read ahead."""
 
@@ -232,6 +234,7 @@ def permuted(slot: int, count: int, key: bytes) -> int:
             return slot
 
 
+@lru_cache(maxsize=KEYS, typed=True)
 def _key(*parts: object) -> bytes:
     return hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=32).digest()
 

@@ -75,7 +75,7 @@ class Loader:
         self._final = cursor.batches.final // microbatch
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") if prefetch else None
         self._next: Reading | None = None
-        self._ahead: deque[Future[Batch]] = deque()
+        self._ahead: deque[tuple[Ids, Future[Batch]]] = deque()
         self._unread: Iterator[Ids] = iter(())
         self.waited_s = 0.0
         """Seconds that callers have waited for batches."""
@@ -92,8 +92,7 @@ class Loader:
                 self.seek(step, data_rank, deal, round_)
             self._next = None  # stays None if the read below fails, so that the next call seeks
             index = dealt.microbatch_of(round_, data_rank)
-            ids = () if index is None else self._ids(step, index)
-            batch = None if index is None else self._take(ids)
+            ids, batch = ((), None) if index is None else self._take(step, index)
             after = (step, round_ + 1) if round_ + 1 < dealt.rounds else (step + 1, 0)
             self._next = Reading(*after, data_rank, deal)
             yield round_, index, ids, batch
@@ -103,7 +102,7 @@ class Loader:
 
         A read that is under way for the old place ends by itself, and its result is dropped.
         """
-        for future in self._ahead:
+        for _, future in self._ahead:
             future.cancel()
         self._ahead.clear()
         self._next = Reading(step, round_, data_rank, deal)
@@ -142,10 +141,11 @@ class Loader:
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
 
-    def _take(self, ids: Ids) -> Batch:
-        future = self._ahead.popleft() if self._reader is not None else None
+    def _take(self, step: int, index: int) -> tuple[Ids, Batch]:
+        """Returns the sample ids of the microbatch, and its samples; both are there already if they are read ahead."""
+        ids, future = self._ahead.popleft() if self._reader is not None else (self._ids(step, index), None)
         self._top_up()
-        return self._await(future, ids)
+        return ids, self._await(future, ids)
 
     def _await(self, future: Future[Batch] | None, ids: Ids) -> Batch:
         """Returns the batch of ``future``, or reads ``ids`` here, and adds the time to ``waited_s``."""
@@ -157,7 +157,7 @@ class Loader:
 
     def _top_up(self) -> None:
         while self._reader is not None and len(self._ahead) < self.prefetch and (ids := next(self._unread, None)) is not None:
-            self._ahead.append(self._reader.submit(self._read, ids))
+            self._ahead.append((ids, self._reader.submit(self._read, ids)))
 
     def _work(self, reading: Reading) -> Iterator[Ids]:
         """Yields the sample ids of every microbatch of the rank from ``reading`` on, without end; none for a rank that always idles."""

@@ -96,14 +96,16 @@ class Statistics:
             seen.uses = 0
         torch._foreach_zero_(self.values)  # a NaN would stay, even with a momentum of 1
 
-    @torch.no_grad()
     def add(self, microbatch: int | None) -> None:
         """Adds what the forward pass of ``microbatch`` has seen; nothing for None, an idle round.
 
         It comes before the backward pass, which may compute norms again.  Raises :class:`ModelError` unless each norm was used once.
         """
-        if not self.norms:
-            return
+        if self.norms:
+            self._add(microbatch)
+
+    @torch.no_grad()
+    def _add(self, microbatch: int | None) -> None:
         for (name, norm), seen in zip(self.norms.items(), self.seen, strict=True):
             if norm.training and seen.uses != 1:
                 raise ModelError(

@@ -37,9 +37,9 @@ def tree_sum(values: Tensor) -> Tensor:
     if half < count < 2 * half:
         values = values[..., :half] + torch.nn.functional.pad(values[..., half:], (0, 2 * half - count))
     while values.shape[-1] > 1:
-        half = values.shape[-1] // 2
-        values = values[..., :half] + values[..., half:]
-    return values[..., 0]
+        left, right = values.chunk(2, -1)
+        values = left + right
+    return values.squeeze(-1)
 
 
 def squared_norm(grads: Sequence[Tensor], rows: Sequence[int], world: World) -> Tensor:
@@ -126,6 +126,6 @@ def _row_sums(grads: Sequence[Tensor], size: int) -> Tensor:
         return sums
     step = SQUARED // (rows * columns)
     for first in range(0, len(grads), step):
-        some = torch.stack([grad.detach().reshape(rows, columns) for grad in grads[first : first + step]])
+        some = torch.stack(grads[first : first + step]).detach().reshape(-1, rows, columns)
         sums[first : first + step, :rows] = tree_sum(some.float().square_())
     return sums

@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -163,7 +164,7 @@ class World:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world)
         return cls(0, layout, 0, device, _group(layout.ranks_along("dp_shard", 0), layout), None, FakeStore(), frozenset(), frozenset())
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of members."""
         return self.layout.world

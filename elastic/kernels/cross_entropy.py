@@ -37,11 +37,12 @@ class _CrossEntropy(torch.autograd.Function):
         by_hidden, by_weight = torch.empty_like(hidden) if learns else None, None
         for first in range(0, tokens, CHUNK):
             chunk = slice(first, first + CHUNK)
-            logits = hidden[chunk] @ weight.T
+            some = hidden[chunk]
+            logits = some @ weight.T
             _losses_(logits, targets[chunk], losses[chunk])
             if by_hidden is not None:
                 torch.mm(logits, weight, out=by_hidden[chunk])
-                by_weight = _added(by_weight, logits.T, hidden[chunk])
+                by_weight = _added(by_weight, logits.T, some)
         if by_hidden is not None and by_weight is not None:
             ctx.save_for_backward(by_hidden, by_weight.to(weight.dtype))
         return losses.sum()
@@ -73,6 +74,6 @@ def _losses_(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
     top = wide.logsumexp(-1, keepdim=True)
     valid, chosen = (targets >= 0)[:, None], targets.clamp_min(0)[:, None]
     losses.copy_(torch.where(valid, top - wide.gather(-1, chosen), 0.0)[:, 0])
-    grads = (wide - top).exp_()
-    grads.scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=grads.dtype))
-    logits.copy_(grads.mul_(valid))
+    grads = wide.sub_(top).exp_().scatter_(-1, chosen, -1.0, reduce="add").mul_(valid)
+    if grads.dtype != logits.dtype:  # else they are the logits already
+        logits.copy_(grads)

@@ -36,6 +36,7 @@ began, without idle rounds.  ``healed_live_bytes``, ``healed_host_bytes`` and ``
 members, keepers' copies and the bucket.  ``stepping_since_ns`` is the wall clock at which computing of the generation's first microbatch
 began, 0 before.  ``copies`` is the descriptor of the worker's region of host copies, 0 for none.  ``started`` is when the process
 began, as the kernel counts it; a later process with the same ``pid`` began later."""
+PLACES = {name: place for place, name in enumerate(FIELDS)}
 BYTES = 8 * len(FIELDS)
 OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates", INITIALISES, "validates")
 FOLDER = Path("/dev/shm")
@@ -62,10 +63,10 @@ class Counters:
         self._view = memoryview(self._memory).cast("q")
 
     def __getitem__(self, field: str) -> int:
-        return self._view[FIELDS.index(field)]
+        return self._view[PLACES[field]]
 
     def __setitem__(self, field: str, value: int) -> None:
-        self._view[FIELDS.index(field)] = value
+        self._view[PLACES[field]] = value
 
     def at(self, operation: str) -> None:
         """Sets the worker's present operation."""

@@ -92,6 +92,8 @@ class Faults:
         The points inside the model get their hooks only once a fault is set there.
         """
         self.step = step
+        if not self.faults and not self.asked:
+            return
         points = [each.point for each in self.faults] + [each.point for each in self.asked]
         if self._watched != place.generation and any(point in INSIDE for point in points):
             self._watched = place.generation

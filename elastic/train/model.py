@@ -184,6 +184,7 @@ class State:
         self.model, self.parameters, self.sync, self.statistics = parallelize(blueprint, world, job)
         places = ((name, *name.rpartition(".")[::2]) for name, _ in self.model.named_buffers())
         self._buffers = [(name, self.model.get_submodule(owner), key) for name, owner, key in places]
+        self._modules = [*self.model.modules()]
         local = self.parameters.parts
         self.trained = {name: part for name, part in local.items() if name in self.parameters.trained}
         cell = cell_of(world.layout, world.rank)
@@ -268,6 +269,11 @@ class State:
         for key, value in self.shard.values.items():
             if not _is_streamed(key):
                 value.copy_(fetch(self.shard.home, key, value.device))
+
+    def train(self) -> None:
+        """Puts the model into training mode, unless all of it is."""
+        if not all(module.training for module in self._modules):
+            self.model.train()
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
         """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""

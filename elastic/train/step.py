@@ -10,7 +10,6 @@ import hashlib
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
@@ -112,6 +111,19 @@ class Share:
     """True for each microbatch that counts, on the device; empty if each does."""
 
 
+class _Failure:
+    """Keeps the first error of the operations of a step, each of which is a ``with``, and raises it in every later one."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.error = error
+
+
 class Step:
     """One step of a member, for the loop that trains: :meth:`run`, or :meth:`backward` for each of :meth:`batches`; then :meth:`commit`.
 
@@ -140,7 +152,7 @@ class Step:
         own_rate = own_rate_of(session.job, number)  # a schedule of the user's that fails must do so before the commit
         self._share = Share([], [], [], validated=validated, own_rate=own_rate)
         self._rounds, self._begun, self._open, self._most_loss = 0, False, False, state.spikes.most_loss()
-        self._failed: BaseException | None = None
+        self._failure = _Failure()
         self._shape, device = shape.of(session.cursor.microbatches(number, session.job.microbatch_size)), state.world.device
         session.meter.begin(shape.generation, session.loader.waited_s, device)
         reserve(state, self._shape)
@@ -151,7 +163,7 @@ class Step:
     def run(self, loss: Loss | None = None) -> None:
         """Runs forward and backward of this member's microbatches with ``loss``, or with that of the job."""
         for batch in self.batches():
-            with self._whole():
+            with self._failure:
                 found = loss_of(self._session, self._state.model, batch, loss)
             self.backward(*found)
 
@@ -161,12 +173,12 @@ class Step:
         The number of microbatches depends on the world.  One whose gradient counts for nothing may be among them, so that all members run
         as many; it is not known which.
         """
-        with self._whole():
+        with self._failure:
             self._expect(not self._begun, "its microbatches are run twice; call step.run(), or iterate over step.batches(), once")
             self._begun = True
             rounds = self._microbatches()
         while True:
-            with self._whole():
+            with self._failure:
                 self._expect(not self._open, "a microbatch had no step.backward(loss_sum, count); call it for each of step.batches()")
                 batch = next(rounds, None)
             if batch is None:
@@ -178,7 +190,7 @@ class Step:
 
         ``loss`` is a sum, and ``count`` the number of its terms.
         """
-        with self._whole():
+        with self._failure:
             self._expect(self._open, "step.backward() has no microbatch; call it once for each of step.batches()")
             self._open = False
             loss, count = expect_sum("step.backward()", (loss, count), self._session.job.model)
@@ -191,7 +203,7 @@ class Step:
 
         Raises :class:`FencedOff` if the generation is fenced or the lease runs out before the step is applied.
         """
-        with self._whole():
+        with self._failure:
             self._expect(self.outcome is None, "step.commit() is called twice; call it once")
             self._expect(self._begun, "step.commit() before step.run(); run the microbatches of the step first")
             self._expect(
@@ -203,16 +215,6 @@ class Step:
             self._done(self.outcome, told)
             return self.outcome
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        if self._failed is not None:
-            raise self._failed
-        try:
-            yield
-        except BaseException as error:
-            self._failed = error
-            raise
-
     def _expect(self, right: bool, wrong: str) -> None:
         if not right:
             raise LoopError(f"loop = {self._session.job.loop!r}: step {self.number}: {wrong}")
@@ -220,12 +222,12 @@ class Step:
     @property
     def failed(self) -> BaseException | None:
         """The error with which an operation of the step failed first, or None."""
-        return self._failed
+        return self._failure.error
 
     def _microbatches(self) -> Iterator[dict[str, torch.Tensor]]:
         session, state, step = self._session, self._state, self.number
         world, job = state.world, session.job
-        state.model.train()
+        state.train()
         self._marks, deal = state.buffer_marks(), state.sync.begin_step(self._shape.microbatches)
         self._rounds = deal.rounds
         session.counters.at("reads data")
@@ -293,6 +295,8 @@ def leave_if_over(fence: ApplyFence) -> None:
 
 def reserve(state: State, shape: CommitShape) -> None:
     """Reserves the host memory of the commit before anything is launched that may hang."""
+    if state.world.device.type == "cpu":
+        return
     record = torch.empty(shape.fields, dtype=torch.float64)
     state.world.reserve("record", record)
     state.world.reserve(TO_HOST, record.new_empty(shape.world * shape.fields + len(state.trained) * _watches(state)))
@@ -413,12 +417,17 @@ def blank_record(
 def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch.Tensor:
     """Fills in what only the device knows, and the checksum, and returns ``record``.  Nothing here waits for the device."""
     record[FROM_DEVICE : FROM_DEVICE + 2] = torch.stack((torch.isfinite(norm).double(), norm))
-    sums = [torch.stack((loss.double(), count.double())) for loss, count in zip(share.losses, share.counts, strict=True)]
-    record[HEADER:-1].view(len(share.samples), -1)[:, :2] = torch.stack(sums)
+    record[HEADER:-1].view(len(share.samples), -1)[:, :2] = torch.stack((_doubles(share.losses), _doubles(share.counts)), 1)
     words = record.view(torch.int64)
     mixed = words[:-1] ^ (words[:-1] >> 32 & LOWER)
     words[-1] = (mixed * torch.arange(1, 2 * len(words) - 1, 2, device=words.device)).sum()
     return record
+
+
+def _doubles(scalars: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the scalars as one tensor, float64 [scalars].  A stack of several dtypes would round some of them first."""
+    alike = len({each.dtype for each in scalars}) == 1
+    return torch.stack(scalars if alike else [each.double() for each in scalars]).double()
 
 
 def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, record: torch.Tensor, share: Share) -> Outcome:

@@ -55,7 +55,7 @@ def alone() -> Iterator[World]:
     world.close()
 
 
-def wrapped(model: Model, world: World, precision: str, microbatches: int) -> Whole:
+def wrapped(model: nn.Module, world: World, precision: str, microbatches: int) -> Whole:
     scheme = Ordered(world, deal_of(microbatches, 1, world.layout, world.nodes))
     return Whole(model, world, BLOCKS, PRECISIONS[precision], scheme)
 
@@ -101,6 +101,46 @@ def test_units_are_summed_in_one_order_whatever_is_used(alone: World, monkeypatc
         loss.backward()
         parameters.end_round()
         assert Noting.order == [16, 16, 8]
+
+
+class Turning(nn.Module):
+    """Two blocks, each of which uses its weights in the order of their names, or the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for block in self.blocks:
+            for place in order:
+                x = torch.tanh(block[place](x))  # type: ignore[index]
+        return x.sum()
+
+
+@pytest.mark.parametrize("watches", [True, False], ids=["", "control"])
+def test_a_unit_is_summed_as_soon_as_its_last_gradient_came(alone: World, monkeypatch: pytest.MonkeyPatch, watches: bool) -> None:
+    """It is summed within the backward pass, also in the first one, and where the order changes from one microbatch to the next.
+
+    In the control only the first parameter of a unit is watched: units wait for the end of the round, and have the same bits.
+    """
+    monkeypatch.setattr(Ordered, "reduction", lambda self, wire: Noting(self, wire))
+    model, plain = Turning(), Turning()
+    plain.load_state_dict(model.state_dict())
+    orders = [(2, 1, 0), (0, 1, 2), (1, 2, 0), (1, 0, 2)]
+    parameters = wrapped(model, alone, "fp32", len(orders))
+    if not watches:
+        monkeypatch.setattr(parameters, "_watch", lambda number, place: None)
+    early = []
+    for number, order in enumerate(orders):
+        Noting.order.clear()
+        parameters.begin_round(number, last=number == len(orders) - 1)
+        model(torch.ones(2, 4) + number, order).backward()
+        early.append(len(Noting.order))
+        parameters.end_round()
+        assert Noting.order == [48, 48]
+        plain(torch.ones(2, 4) + number, order).backward()
+    assert early == ([2, 2, 2, 2] if watches else [0, 2, 0, 0])
+    assert all(torch.equal(grad, plain.get_parameter(name).grad) for name, grad in parameters.grads().items())
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["", "control"])

@@ -87,7 +87,8 @@ class Gathers:
 
     def finish(self) -> None:
         """Gathers what is not gathered yet.  No other collective may begin before."""
-        self.need(len(self._groups) - 1)
+        if self._groups:
+            self.need(len(self._groups) - 1)
 
     def _take(self) -> None:
         """Waits for the next group, and shows it to the readers of parameters."""

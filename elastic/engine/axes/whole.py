@@ -8,7 +8,7 @@ live on the host, they are gathered there, and visit the device (``visits.py``).
 
 When the gradients of a unit (a bucket of blocks, or the rest of the model) are complete in a backward pass, they are put together and
 summed, while the backward pass goes on.  Units are summed in a fixed order, so that all members call their collectives in the same one even
-if some do not use some parameters.
+if some do not use some parameters.  A hook costs the host 2 µs, so not every parameter has one, only those that came last so far.
 """
 
 from __future__ import annotations
@@ -45,10 +45,16 @@ class _Unit:
     names: list[str] = field(default_factory=list)
     computing: list[nn.Parameter] = field(default_factory=list)
     """The parameters with which the model computes, in the order of ``names``."""
-    waiting: int = 0
-    """The number of gradients that the present backward pass has not brought yet."""
+    ends: list[int] = field(default_factory=list)
+    """The places in ``total`` where the gradients begin, and where the last one ends."""
+    hooked: set[int] = field(default_factory=set)
+    """The places in ``computing`` of the parameters that tell when their gradient came."""
     total: Tensor | None = None
     """The sum of the gradients of a step, one after the other."""
+
+    def missing(self) -> int | None:
+        """Returns the place of the first parameter whose gradient the present backward pass has not brought yet, or None."""
+        return next((place for place, parameter in enumerate(self.computing) if parameter.grad is None), None)
 
 
 class Whole(Parameters):
@@ -95,6 +101,8 @@ class Whole(Parameters):
         """The units in the order in which a backward pass completes them."""
         self._next = 0
         """The number of units that are summed in the present round."""
+        self._found: dict[str, Tensor] | None = None
+        """The gradients of the step, once somebody has asked for them."""
         for each in buckets:
             self._add_unit([*each.parameters], precision.wire)
         blocks = [model.get_submodule(block) for block in table.blocks]
@@ -146,14 +154,20 @@ class Whole(Parameters):
 
     def _add_unit(self, names: list[str], wire: torch.dtype | None) -> None:
         if names := [name for name in names if name in self.trained]:
-            unit = _Unit(self.scheme.reduction(wire), names, [self._computing[name] for name in names])
-            hook = partial(_came, weakref.ref(self), len(self._units))
-            self._units.append(unit)
-            for parameter in unit.computing:
-                parameter.register_post_accumulate_grad_hook(hook)
+            computing = [self._computing[name] for name in names]
+            self._units.append(_Unit(self.scheme.reduction(wire), names, computing, ends_of(computing, self.shards)))
+            self._watch(len(self._units) - 1, 0)  # what is used first in the forward pass usually comes last in the backward pass
+
+    def _watch(self, number: int, place: int) -> None:
+        """Lets a parameter of a unit tell when its gradient came."""
+        unit = self._units[number]
+        if place not in unit.hooked:
+            unit.hooked.add(place)
+            unit.computing[place].register_post_accumulate_grad_hook(partial(_came, weakref.ref(self), number))
 
     def begin_round(self, number: int, *, last: bool) -> None:
         self.scheme.round.number, self.scheme.round.last = number, last
+        self._found = None
         if number == 0:
             self.forget_grads()
             with torch.no_grad():
@@ -161,8 +175,6 @@ class Whole(Parameters):
         if self._visits is not None:
             self._visits.begin()
         self._next = 0
-        for unit in self._units:
-            unit.waiting = len(unit.names)
 
     def _make_copies(self) -> None:
         """Writes the present values into the parameters with which the model computes, or begins to gather them there."""
@@ -199,9 +211,14 @@ class Whole(Parameters):
         return Weight(self._computing[name], self._used[name], part)
 
     def _came(self, number: int) -> None:
-        """Notes that the backward pass has brought a gradient of a unit."""
-        self._units[number].waiting -= 1
-        while self._next < len(self._units) and not self._units[self._next].waiting:
+        """Sums the units that are complete, now that the backward pass has brought a gradient of unit ``number``.
+
+        If the unit still misses one, that one is watched too.  So somebody who has not come yet is watched until all have come, also where
+        the order changes from one microbatch to the next.
+        """
+        if number >= self._next and (missing := self._units[number].missing()) is not None:
+            return self._watch(number, missing)
+        while self._next < len(self._units) and self._units[self._next].missing() is None:
             self._sum(self._units[self._next])
 
     def end_round(self) -> None:
@@ -214,7 +231,8 @@ class Whole(Parameters):
 
     def _sum(self, unit: _Unit) -> None:
         self._next += 1
-        found = [parameter.grad if parameter.grad is not None else torch.zeros_like(parameter) for parameter in unit.computing]
+        came = ((parameter, parameter.grad) for parameter in unit.computing)
+        found = [grad if grad is not None else torch.zeros_like(parameter) for parameter, grad in came]
         if self.shards == 1:
             flat = torch._utils._flatten_dense_tensors(found)
         else:
@@ -245,15 +263,18 @@ class Whole(Parameters):
         return stream(COLLECTIVES, self.world.device)
 
     def grads(self) -> dict[str, Tensor]:
-        found = dict[str, Tensor]()
-        for unit in self._units:
-            assert unit.total is not None, "the last round has summed every unit"
-            for name, first in zip(unit.names, ends_of(unit.computing, self.shards), strict=False):
-                part = self.parts[name]
-                found[name] = unit.total[first : first + part.numel()].view(part.shape).to(part.dtype)
-        return {name: found[name] for name in self.parts if name in found}
+        if self._found is None:
+            found = dict[str, Tensor]()
+            for unit in self._units:
+                assert unit.total is not None, "the last round has summed every unit"
+                for name, first in zip(unit.names, unit.ends, strict=False):
+                    part = self.parts[name]
+                    found[name] = unit.total[first : first + part.numel()].view(part.shape).to(part.dtype)
+            self._found = {name: found[name] for name in self.parts if name in found}
+        return self._found
 
     def forget_grads(self) -> None:
+        self._found = None
         for unit in self._units:
             unit.total = None
             for parameter in unit.computing:

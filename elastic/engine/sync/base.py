@@ -75,8 +75,10 @@ class Scheme(ABC):
     def gather(self, record: Tensor) -> Tensor:
         """Exchanges commit records: [fields] of this member -> [members × fields], in order of world ranks.
 
-        This is the commit, because it completes nowhere unless every member has called it.
+        This is the commit, because it completes nowhere unless every member has called it.  A member without others has all records.
         """
+        if self.world.size == 1:
+            return record
         gathered = record.new_empty(self.world.size * record.numel())
         all_gather(gathered, record)
         return gathered

@@ -36,10 +36,10 @@ class CollectiveReduction(Reduction):
             self.across_replicas = self._add_replicas
 
     def reduce(self, grads: Tensor) -> Tensor | None:
-        wide, shards = torch.promote_types(grads.dtype, torch.float32), self.world.layout.dp_shard
+        shards = self.world.layout.dp_shard
         if shards > 1 and not self.scheme.deferred:
-            return self._scattered(grads.to(wide))
-        self.total = grads.to(wide, copy=True) if self.total is None else self.total.add_(grads)
+            return self._scattered(grads.to(_wide(grads)))
+        self.total = grads.to(_wide(grads), copy=True) if self.total is None else self.total.add_(grads)
         if not self.scheme.round.last:
             return None
         total, self.total = self.total, None
@@ -61,3 +61,8 @@ class CollectiveReduction(Reduction):
         dist.all_reduce(sent, group=self.world.replicate_group)
         if sent is not shard:
             shard.copy_(sent)
+
+
+def _wide(grads: Tensor) -> torch.dtype:
+    """Returns the dtype of sums of such gradients."""
+    return torch.promote_types(grads.dtype, torch.float32)

@@ -107,7 +107,8 @@ class OrderedReduction(Reduction):
     def reduce(self, grads: Tensor) -> Tensor | None:
         self.world.keep_up()
         grads, legs = grads.to(self.wire or grads.dtype), self.scheme.legs()
-        pieces = self._to_owner(self._to_handler(self._by_owner(grads), legs), legs)
+        alone = self.world.size == 1  # nothing travels then
+        pieces = [grads] if alone else self._to_owner(self._to_handler(self._by_owner(grads), legs), legs)
         for unit, piece in zip(legs.units, pieces, strict=True):
             self._add(unit, piece)
         if not self.scheme.round.last:

@@ -126,6 +126,6 @@ def _row_sums(grads: Sequence[Tensor], size: int) -> Tensor:
         return sums
     step = SQUARED // (rows * columns)
     for first in range(0, len(grads), step):
-        some = torch.stack(grads[first : first + step]).detach().reshape(-1, rows, columns)
+        some = torch.stack([*grads[first : first + step]]).detach().reshape(-1, rows, columns)
         sums[first : first + step, :rows] = tree_sum(some.float().square_())
     return sums

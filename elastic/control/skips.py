@@ -114,9 +114,9 @@ def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tupl
         skips = replace(skips, quarantined=(*skips.quarantined, *new))
     apart = f"; samples {_listed(outcome.quarantined)} are in quarantine from now on" if new else ""
     if outcome.applies or (outcome.rescales and not strange):
-        said = [f"is a spike: {_height(outcome, outcome.spike)}"] if outcome.spike else []
-        said += [f"leaves out {_bad(outcome, outcome.left_out)}"] if outcome.left_out else []
-        return skips, f"step {outcome.step} {' and '.join(said)}{apart}" if said else ""
+        parts = [f"is a spike: {_height(outcome, outcome.spike)}"] if outcome.spike else []
+        parts += [f"leaves out {_bad(outcome, outcome.left_out)}"] if outcome.left_out else []
+        return skips, f"step {outcome.step} {' and '.join(parts)}{apart}" if parts else ""
     skips = skips._with(outcome.step)
     if outcome.spike is not None:
         skips = replace(skips, spikes=(*skips.spikes, outcome.step)[-KEPT:])

@@ -8,11 +8,11 @@ that is read from storage can run code.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from ray import cloudpickle
 
 from elastic.errors import CodeError, JobError
@@ -92,7 +92,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Refuses what would be pickled but is of no use elsewhere."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+        torch = sys.modules.get("torch")  # a coordinator, and a driver of a job without tensors, need not wait for its import
+        if torch is not None and isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
             raise CodeError(f"it holds a tensor on {value.device}")
         if isinstance(value, io.IOBase):
             raise CodeError(f"it holds the open file {getattr(value, 'name', '')!r}")

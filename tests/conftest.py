@@ -6,6 +6,7 @@ import compileall
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -33,13 +34,18 @@ FAST = ("architecture", "control", "data", "plan", "sim")
 """Folders of tests without Ray; with the files beside them they are ``pytest -m fast``."""
 
 
-MACHINE = ("actors", "examples", "gpu", "state", "train")
-"""Folders of tests that use the machine as a whole: they start clusters, or measure its memory.  One process runs them all, in order."""
+GROUPS = {"actors": "machine", "examples": "machine", "gpu": "machine", "state": "memory", "train": "memory"}
+"""The group of a folder's tests; those of all other folders are "others".  One process runs a whole group, in order.
+
+The first two use the machine as a whole: they start clusters, or measure its memory.  A whole run begins with the clusters and with the
+others, and who is done first takes the third group.
+"""
+OTHERS = "others"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Lets two processes share a whole run: one for the tests in ``MACHINE``, and one for all others.
+    """Lets two processes share a whole run, by :data:`GROUPS`.
 
     A run of chosen files, and the long tests, stay in this process.
     """
@@ -47,14 +53,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 2 if whole else 0
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives whole groups to processes.  The marks of pytest-xdist (3.8) no longer do: they were names in node ids, which pytest 9 keeps."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return GROUPS.get(nodeid.split("/")[1], OTHERS)
+
+    return ByGroup(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         folder = item.path.relative_to(here).parts[:-1] if item.path.is_relative_to(here) else ("elsewhere",)
         if (not folder or folder[0] in FAST) and not item.get_closest_marker("full"):
             item.add_marker("fast")
-        item.add_marker(pytest.mark.xdist_group("machine" if folder and folder[0] in MACHINE else "others"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,7 +97,7 @@ class Results:
         self.config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        nodeid = report.nodeid.removesuffix("@machine").removesuffix("@others")  # a distributed run adds the group
+        nodeid = report.nodeid
         outcomes = self.config.stash[_outcomes]
         if (report.when == "call" or report.outcome != "passed") and outcomes.get(nodeid) != "failed":  # a crashed test is run once more
             outcomes[nodeid] = report.outcome

@@ -160,3 +160,37 @@ def test_whatever_process_imports_actors_finds_the_shadow_first(tmp_path: Path) 
     found = subprocess.run([sys.executable, "-c", "import actors.worker"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     last = found.stderr.strip().splitlines()[-1]
     assert last.startswith(f"elastic.errors.CodeError: {tmp_path}/storage takes the place of Elastic's own package 'storage' (")
+
+
+def printed(*lines: str) -> list[str]:
+    """Returns the words that a new process prints for these lines."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_coordinator_and_a_command_do_not_wait_for_torch() -> None:
+    """Its import takes a second.  The control: what computes imports it."""
+    asked = 'print("torch" in sys.modules)'
+    assert printed("import sys, actors.coordinator, actors.launch", asked, "import elastic.engine.world", asked) == ["False", "True"]
+
+
+def test_a_process_that_stays_alone_does_not_wait_for_the_compiler() -> None:
+    """Its import takes a second.  What the user's code compiles is deterministic all the same.  The control: a worker, which FSDP2 makes
+    import it, does so before it joins.
+    """
+    assert printed(
+        "import sys, torch",
+        "from elastic.train.model import build_model, builder_of",
+        "from elastic.train.session import prepare_process",
+        "from tests.support.toys import toy_job",
+        'job = toy_job("/nowhere")',
+        "build_model(job, builder_of(job))",
+        "prepare_process(job, alone=True)",
+        'print(torch.are_deterministic_algorithms_enabled(), "torch._dynamo" in sys.modules)',
+        "prepare_process(job)",
+        'print("torch._dynamo" in sys.modules)',
+        "import torch._inductor.config as compiler",
+        "print(compiler.deterministic)",
+    ) == ["True", "False", "True", "True"]

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from elastic.engine.meta import without_memory
 from elastic.errors import ModelError
 
 RESIDENT = 2**28
@@ -85,7 +86,7 @@ Order = Sequence[tuple[str, torch.Size]]
 def names_of(build: Callable[[], nn.Module]) -> tuple[Order, tuple[str, ...]]:
     """Builds the model on the meta device; returns its :data:`Order`, and the names of its parameters and buffers."""
     order: list[Tensor] = []
-    with _registering(order.append), torch.device("meta"):
+    with _registering(order.append), without_memory():
         model = build()
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     return [(names.get(id(tensor), ""), tensor.shape) for tensor in order], tuple(names.values())

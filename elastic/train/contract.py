@@ -9,7 +9,9 @@ lose.  Dropout and the statistics of microbatches are off.  Of a loss that draws
 
 from __future__ import annotations
 
+import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
 from typing import Any
 
@@ -38,7 +40,7 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
     The world has no other members: an error of the model with another number of samples is only printed, and would leave others waiting.
     """
     batch = _read(session)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # another size would be compiled, too
+    with torch.no_grad(), _without_compiling():
         state.model.eval()
         state.parameters.begin_round(0, last=True)
         try:
@@ -64,6 +66,14 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
             raise
         except Exception:  # a boundary: the user's code need not know other sizes than that of a microbatch
             print(f"the loss was not tried on halves of a microbatch:\n{traceback.format_exc()}", flush=True)
+
+
+def _without_compiling() -> AbstractContextManager[Any]:
+    """Compiled code runs here as it is written, since another size would be compiled, too.
+
+    Nothing is compiled while torch's compiler is not imported, which would take a second.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _read(session: Session) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tup
 
     Raises :class:`JobError`, and :class:`PlatformGaveUp` if a save fails.
     """
-    device = prepare_process(job)
+    device = prepare_process(job, alone=True)
     job, why = decided(job, partial(memory_of, job, device), local=True)
     if why:
         show(Sentence(time.time(), why))

@@ -16,6 +16,7 @@ from torch import nn
 
 from elastic.engine.axes.whole import Whole
 from elastic.engine.layers import Layers
+from elastic.engine.meta import without_memory
 from elastic.engine.optim.base import Optimizer, Part, Rule
 from elastic.engine.parallelize import matrices_of, parallelize
 from elastic.engine.spikes import Spikes
@@ -51,7 +52,7 @@ def builder_of(job: Job) -> Builder:
 def build_model(job: Job, builder: Builder) -> nn.Module:
     """Builds the user's model on the meta device and checks it.  Raises :class:`ModelError`."""
     try:
-        with torch.device("meta"):
+        with without_memory():
             model = builder(**job.model_args)
     except (ElasticError, Unavailable):
         raise

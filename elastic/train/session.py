@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from tempfile import TemporaryFile
 
@@ -64,6 +66,8 @@ LAUNCHES = {
     # variable, since what is set in torch._inductor.config counts for one thread only, and the backward pass runs in another (2.13).
     "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
 }
+DETERMINISTIC = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
+"""Says to torch's compiler what ``torch.use_deterministic_algorithms`` says to it; it reads this when it is imported."""
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """Settings of torch's allocator.  Each layout has tensors of other sizes: with segments of fixed size the remains of every world add up,
 and NCCL finds no memory."""
@@ -78,8 +82,11 @@ OVER_A_NETWORK = (
 """Filesystems whose files are on other machines."""
 
 
-def prepare_process(job: Job, address: str = "") -> torch.device:
+def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torch.device:
     """Fixes what would vary between processes; returns this worker's device.  Other nodes reach this one at ``address``.
+
+    A process that stays ``alone`` does without torch's compiler, whose import takes a second, unless the job or the user's code compiles.
+    For others FSDP2 needs it: it is imported here, and not while the members of a world wait for each other.
 
     Raises :class:`JobError` if this machine lacks something that the job asks for.
     """
@@ -88,9 +95,15 @@ def prepare_process(job: Job, address: str = "") -> torch.device:
     for variable, value in ALLOCATOR.items():
         os.environ.setdefault(variable, value)
     choose(job.network.interface, address)
+    if not alone:
+        import_module("torch._dynamo")  # after the variables above, which it reads
     if job.reproducible:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # demanded by deterministic cuBLAS
-        torch.use_deterministic_algorithms(True)
+        if alone and not job.compile and "torch._inductor.config" not in sys.modules:
+            os.environ |= DETERMINISTIC
+            torch.set_deterministic_debug_mode("error")
+        else:
+            torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # no memory is read before it is written
     if job.workers.gpus and not torch.cuda.is_available():
         raise JobError(

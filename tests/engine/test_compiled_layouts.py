@@ -77,7 +77,7 @@ def test_no_world_compiles_anything_after_the_warm_up(three: Ranks, tmp_path: Pa
     for whole in (True, False):
         warmed = three.run(Layout(1, 3), warm, job, str(tmp_path), whole)
         assert all(traced > 0 for traced, _ in warmed) and (any(compiled > 0 for _, compiled in warmed) or not whole)
-        found = {(number, layout): three.run(layout, step, job) for number, layout in enumerate(LAYOUTS)}
+        found = {(number, layout): three.run(layout, step, job) for number, layout in enumerate(LAYOUTS if whole else LAYOUTS[:2])}
         same = {key: counts == warmed[: key[1].world] for key, counts in found.items()}
         if whole:
             assert all(same.values()), (warmed, found)

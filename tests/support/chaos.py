@@ -34,6 +34,9 @@ from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched
 from tests.support.state_hash import state_hash
 
+ASK_S = 0.025
+"""Seconds between two questions of a witness that need not act: each takes time of the processor from the workers."""
+
 
 @dataclass
 class Seen:
@@ -64,6 +67,8 @@ class Witness(threading.Thread):
         self.job_name, self.act, self.seen, self.done = name, act, {}, threading.Event()  # type: ignore[var-annotated]
         self.token = ""
         self.generation = 0
+        self.asked_at = 0.0
+        """Time of the last question to the coordinator, by the monotonic clock."""
         self.errors: list[BaseException] = []
 
     def run(self) -> None:
@@ -78,14 +83,15 @@ class Witness(threading.Thread):
                 ray.kill(coordinator)
 
     def _look(self) -> None:
-        coordinator = attach(self.job_name) if ray.is_initialized() else None  # else Ray would join any cluster of this machine
+        due = self.act is not None or time.monotonic() > self.asked_at + ASK_S
+        coordinator = attach(self.job_name) if due and ray.is_initialized() else None  # else Ray would join any cluster of this machine
         if coordinator is not None:
             try:
                 view = ray.get(coordinator.view.remote(10**9), timeout=5)
             except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
                 view = None
             if view is not None:
-                self.token, self.generation = view.token, max(self.generation, view.generation)
+                self.token, self.generation, self.asked_at = view.token, max(self.generation, view.generation), time.monotonic()
                 if self.act is not None and self.act(self, view):
                     self.act = None
         if self.token:

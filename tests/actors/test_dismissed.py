@@ -239,14 +239,15 @@ def test_a_worker_asks_for_its_lease_through_its_keeper_if_it_can(through: str) 
         ray.kill(actor)
 
 
-@pytest.mark.parametrize("kind", [LoneWorker, LoneKeeper])
-def test_who_hears_that_there_will_be_no_coordinator_leaves(kind: type[Any]) -> None:
+def test_who_hears_that_there_will_be_no_coordinator_leaves() -> None:
     """R9: on a node that stood still while its run ended, nobody is left who knows the workers.  The control: a living one keeps them."""
     desk = ray.remote(num_cpus=0)(Desk).remote()
-    lone = ray.remote(num_cpus=0, concurrency_groups={"control": 1, **GROUPS})(kind).remote(desk)
-    ray.get(lone.begin.remote())
-    life = lone.lives.remote()
-    assert ray.wait([life], timeout=LEASE_S)[1] == [life], "the control"
+    group = {"control": 1, **GROUPS}
+    alone = [ray.remote(num_cpus=0, concurrency_groups=group)(kind).remote(desk) for kind in (LoneWorker, LoneKeeper)]
+    ray.get([each.begin.remote() for each in alone])
+    lives = [each.lives.remote() for each in alone]
+    assert ray.wait(lives, timeout=LEASE_S)[1] == lives, "the control"
     ray.kill(desk, no_restart=True)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(life, timeout=LEASE_S)
+    for life in lives:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(life, timeout=LEASE_S)

@@ -185,7 +185,7 @@ class State:
         self.model, self.parameters, self.sync, self.statistics = parallelize(blueprint, world, job)
         places = ((name, *name.rpartition(".")[::2]) for name, _ in self.model.named_buffers())
         self._buffers = [(name, self.model.get_submodule(owner), key) for name, owner, key in places]
-        self._modules = [*self.model.modules()]
+        self._modules, self._put_into_training = [*self.model.modules()], False
         local = self.parameters.parts
         self.trained = {name: part for name, part in local.items() if name in self.parameters.trained}
         cell = cell_of(world.layout, world.rank)
@@ -272,9 +272,10 @@ class State:
                 value.copy_(fetch(self.shard.home, key, value.device))
 
     def train(self) -> None:
-        """Puts the model into training mode, unless all of it is."""
-        if not all(module.training for module in self._modules):
+        """Puts the model into training mode by its own ``train()``, which may leave parts of it out, unless that was done and all is."""
+        if not (self._put_into_training and all(module.training for module in self._modules)):
             self.model.train()
+            self._put_into_training = True
 
     def buffer_marks(self) -> dict[str, tuple[int, int]]:
         """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""

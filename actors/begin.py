@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 Show = Callable[[Line], None]
 
 
-def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run], int]) -> int:
+def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], int]) -> int:
     """Begins a fork, or a branch, if one is asked for and there is anything to change.
 
-    A branch is begun once ``claims`` has claimed the run: who lived until then goes no further.  Returns that incarnation, or 0.
+    A branch is begun once ``claims`` has claimed the run, whose newest claim it is told: who lived until then goes no further.  Returns
+    the incarnation that was claimed, or 0.
     Raises :class:`PlatformGaveUp` if another command has begun a branch meanwhile.
     """
     if forked := start.begin():
@@ -38,13 +39,15 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run], int]) 
     if not branch:
         return 0
     job, now = start.job, time.time()
-    run, before = Run.look(job, branch=True), Run.find(job).job
+    found = Run.find(job)
+    seen, before = found.latest_claim(), found.job  # the claim first: whoever claims after it may have begun a branch
+    run = Run.look(job, branch=True)
     run.check_local()
     if run.branches_at(start.at) is None:
         return 0
     past = _idle(run)
-    incarnation = claims(run)
     try:
+        incarnation = claims(run, seen)
         said = run.branch(now, incarnation=incarnation) if start.at is None else rewind(run, now, start.at, incarnation)
     except Exists:
         raise PlatformGaveUp(f"another command has begun a branch of {job.name} meanwhile; `elastic runs` shows it") from None
@@ -74,7 +77,7 @@ def _rates(before: Job, now: Job, step: int) -> str:
 
 def begin_here(start: Start, checked: Checked, show: Show, branch: bool, job: Job) -> tuple[Run, int]:
     """Begins the run in this process, and returns it with the incarnation that was claimed."""
-    incarnation = begin(replace(start, job=job), show, branch, Run.claim_here)
+    incarnation = begin(replace(start, job=job), show, branch, lambda run, seen: run.claim_here(after=seen))
     run = Run.open(job)
     incarnation = incarnation or run.claim_here()
     note_code(run, checked, show)

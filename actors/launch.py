@@ -241,7 +241,7 @@ def _follow(
         restarts.check(run, again=again or (branch and run.branches_at(begins.at) is not None))
         cluster.check_room(job.workers)
         job = _with_microbatch(job, show)
-        seen = begin(replace(begins, job=job), show, branch, partial(claim, seen=seen)) or seen
+        seen = begin(replace(begins, job=job), show, branch, lambda run, _: claim(run, seen)) or seen
         note_code(Run.open(job), checked, show)
         coordinator = start(job, replace(checked.build, host=cluster.place(cluster.here())), driver, seen, objects)
     else:

@@ -152,6 +152,9 @@ def _bad(outcome: Outcome, left_out: Sequence[int]) -> str:
 
 
 def _height(outcome: Outcome, spike: Spike) -> str:
+    if spike.what == "microbatches":
+        number = f"{spike.z:g} of its {len(outcome.losses)} microbatches"
+        return f"the losses of {number} are above {spike.usual:.4g}, the largest that counts (spikes.microbatch_z)"
     what, value = ("loss", outcome.loss) if spike.what == "loss" else ("norm of the gradient", outcome.norm)
     return f"its {what}, {value:.4g}, is {spike.z:.1f} robust standard deviations above the usual {spike.usual:.4g}"
 

@@ -43,21 +43,36 @@ class Seen:
 def apply_batch_norm(model: nn.Module, table: ShardingTable, device: torch.device, job: Job) -> dict[str, _BatchNorm]:
     """Lets the norms of ``model`` that track running statistics leave these alone, and returns the norms by name.
 
-    They are those that compute as torch's BatchNorm1d, 2d and 3d do.  Raises :class:`ModelError` if their uses cannot be counted.
+    Raises :class:`ModelError` as :func:`tracking`.
+    """
+    norms = tracking(model, table, job)
+    for norm in norms.values():
+        norm.seen = Seen(norm, device)  # type: ignore[assignment]  # no tensor or module: a plain attribute
+        norm.forward = MethodType(_forward, norm)  # type: ignore[method-assign]
+    return norms
+
+
+def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _BatchNorm]:
+    """Returns the norms of ``model`` that track running statistics by name: those that compute as torch's BatchNorm1d, 2d and 3d do.
+
+    Raises :class:`ModelError` if the job has settings with which their statistics would be wrong.
     """
     norms = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward and module.num_batches_tracked is not None
     }
-    for name, norm in norms.items():
+    for name in norms:
+        if job.spikes.microbatch_z:
+            raise ModelError(
+                f"{name!r} of {job.model!r} keeps running statistics, which would count a microbatch that is left out of its step: "
+                f"spikes.microbatch_z = {job.spikes.microbatch_z:g}; set it to 0, or give the norm track_running_stats=False"
+            )
         if job.compile and job.recompute not in ("none", "auto") and any(name.startswith(f"{block}.") for block in table.blocks):
             raise ModelError(
                 f"{name!r} of {job.model!r} keeps running statistics, which a compiled block cannot do if it is also computed again: "
                 f"compile = true, recompute = {job.recompute!r}; set recompute = 'none' or compile = false"
             )
-        norm.seen = Seen(norm, device)  # type: ignore[assignment]  # no tensor or module: a plain attribute
-        norm.forward = MethodType(_forward, norm)  # type: ignore[method-assign]
     return norms
 
 

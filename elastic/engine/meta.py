@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-NORMAL = (torch.Tensor.normal_, nn.init.normal_, nn.init.kaiming_normal_)
+NORMAL = (torch.Tensor.normal_, nn.init.normal_)
 
 
 @contextmanager

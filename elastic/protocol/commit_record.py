@@ -150,11 +150,11 @@ class Spike:
     """A loss or a gradient norm far above those of the steps before (``spikes.py``)."""
 
     what: str
-    """The number that is a spike: "loss" or "norm"."""
+    """The number that is a spike: "loss" or "norm", or "microbatches" if too many of them have too large a loss."""
     z: float
-    """Its distance from the usual one, in robust standard deviations."""
+    """Its distance from the usual one, in robust standard deviations; of microbatches, their number."""
     usual: float
-    """The median of the steps before."""
+    """The median of the steps before; of microbatches, the largest mean loss that counts."""
     skipped: bool
     """True if the step changes no weights."""
 
@@ -221,17 +221,20 @@ class Outcome:
     def left_out(self) -> tuple[int, ...]:
         """The microbatches that do not count, in order."""
         most = self.most_loss
-        return () if most is None else tuple(index for index, loss in enumerate(self.losses) if not loss <= most * self.counts[index])
+        if most is None:
+            return ()
+        each = enumerate(zip(self.losses, self.counts, strict=True))
+        return tuple(index for index, (loss, count) in each if count and not loss <= most * count)
 
     @property
     def tokens(self) -> int:
         """The number of valid tokens, without those of the microbatches that are left out."""
         return sum(self.counts) - sum(self.counts[index] for index in self.left_out)
 
-    @property
+    @cached_property
     def loss(self) -> float:
         """The mean loss over these tokens, added in microbatch order."""
-        total, left_out = 0.0, self.left_out
+        total, left_out = 0.0, frozenset(self.left_out)
         for index, part in enumerate(self.losses):
             if index not in left_out:
                 total += part

@@ -30,6 +30,8 @@ LEAST = 0.01
 """Least deviation, as a part of the usual loss or norm: where these hardly move, there must be no spikes that mean nothing."""
 TINY = 1e-300
 """Norm whose logarithm stands for that of smaller ones, and of 0."""
+ENOUGH = 64
+"""Number of microbatches before the step from which on microbatches are judged."""
 Past = Sequence[tuple[float, float]]
 """The loss and the norm of the newest steps that count, oldest first."""
 
@@ -70,12 +72,14 @@ def robust_z(value: float, past: Sequence[float], least: float | None = None) ->
 def most_loss(past: Past, means: Sequence[float], rule: SpikeRule) -> float | None:
     """Returns the largest mean loss of a microbatch that counts in the next step; None if each does.
 
-    ``means`` are the mean losses of the newest microbatches that counted.  As long as no step is a spike, no microbatch is left out.
+    ``means`` are the mean losses of the newest microbatches that counted.  As long as no step is a spike, or too few microbatches are
+    known, or most of them have the same loss of 0, none is left out.
     """
-    if not rule.microbatch_z or len(past) < rule.window or not means:
+    if not rule.microbatch_z or len(past) < rule.window or len(means) < ENOUGH:
         return None
     middle = median(means)
-    return middle + rule.microbatch_z * max(robust_deviation(means, middle), LEAST * abs(middle))
+    deviation = max(robust_deviation(means, middle), LEAST * abs(middle))
+    return middle + rule.microbatch_z * deviation if deviation else None
 
 
 def judged(past: Past, outcome: Outcome, rule: SpikeRule, most: float | None = None) -> Outcome:
@@ -88,9 +92,9 @@ def judged(past: Past, outcome: Outcome, rule: SpikeRule, most: float | None = N
     if 2 * len(fewer.left_out) <= len(outcome.losses):
         outcome = fewer if fewer.left_out else outcome
     elif _spike(past, outcome, rule) is None:
-        losses = [loss for loss, _ in past]
-        return replace(outcome, spike=Spike("loss", robust_z(outcome.loss, losses), median(losses), True))
-    spike = _spike(past, outcome, rule)
+        assert most is not None
+        outcome = replace(outcome, spike=Spike("microbatches", len(fewer.left_out), most, True))
+    spike = outcome.spike or _spike(past, outcome, rule)
     blamed = sorted({*outcome.left_out, *_blamed(past, outcome, rule, spike)}) if rule.quarantines else []
     if spike is None and not blamed:
         return outcome
@@ -138,6 +142,8 @@ def _blamed(past: Past, outcome: Outcome, rule: SpikeRule, spike: Spike | None) 
     """
     losses, counts = outcome.losses, outcome.counts
     strange = [index for index, loss in enumerate(losses) if not isfinite(loss)]
+    if spike is not None and spike.what == "microbatches":
+        return [0] if len(losses) == 1 else []
     if strange or spike is None or spike.what != "loss":
         return strange if 2 * len(strange) <= max(len(losses), 2) else []
     before, left = [loss for loss, _ in past], set(range(len(losses))).difference(outcome.left_out)

@@ -277,7 +277,10 @@ class _Local:
             self._pay()
         rules = self.session.job.checkpoint
         if rules.keep_last:
-            best = best_of(self.run) if rules.keep_best else None  # no journal says which one it is
+            try:
+                best = best_of(self.run) if rules.keep_best else None  # no journal says which one it is
+            except (StorageError, OSError):
+                return  # the next save looks again
             self.retention.round(Retain((version,), self.lineage, best and best[0], (self.plan.version,)))
 
     def _pay(self) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from elastic.data.loader import Dataset
 from elastic.engine.axes.buckets import buckets_of, described
+from elastic.engine.batch_norm import tracking
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.kept import reader_of_fp8
 from elastic.engine.optim.trial import check_rule
@@ -103,6 +104,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     check_samples(job, model, session.loader.dataset)
     for sink, args in job.metrics.sinks.items():
         check_sink(sink, args)
+    tracking(model, sharding_table(model), job)
     if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, sharding_table(model)):
         raise ModelError(
             f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes are multiples of {MULTIPLE}, and "

@@ -121,7 +121,7 @@ class _Failure:
             raise self.error
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.error = error
+        self.error = self.error or error  # operations may be within each other
 
 
 class Step:
@@ -258,7 +258,8 @@ class Step:
         share.counts.append(torch.as_tensor(count, device=state.world.device))
         weight: float | torch.Tensor = 0.0 if index is None else state.optimizer.loss_scale.value
         if self._most_loss is not None:  # as :attr:`Outcome.left_out` finds, in the same arithmetic
-            share.keeps.append(share.losses[-1].double() <= self._most_loss * share.counts[-1].double().trunc())
+            terms = share.counts[-1].double().trunc()
+            share.keeps.append((share.losses[-1].double() <= self._most_loss * terms) | (terms == 0))
             weight = weight * share.keeps[-1].to(loss.dtype)
         (loss if isinstance(weight, float) and weight == 1 else loss * weight).backward()
         state.parameters.end_round()

@@ -69,6 +69,9 @@ def test_g1_what_is_left_out_of_a_step_is_told_and_is_no_skip() -> None:
     spike = Spike("loss", 9.0, 1.0, False)
     height = "is a spike: its loss, 2, is 9.0 robust standard deviations above the usual 1"
     assert said(replace(noisy, spike=spike)) == f"step 7 {height} and {told}; {apart}"
+    most = replace(noisy, most_loss=None, quarantined=(), spike=Spike("microbatches", 2, 5.0, True))
+    height = "the losses of 2 of its 2 microbatches are above 5, the largest that counts (spikes.microbatch_z)"
+    assert said(most) == f"step 7 is skipped and changes no weights: {height}"
     assert Skips().completed(((72, 7), (73, 7)), (7,)) == skips and Skips().completed(((72, 7), (73, 7))).total == 1
     assert codec.decode(Outcome, json.loads(json.dumps(codec.encode(noisy)))) == noisy
 

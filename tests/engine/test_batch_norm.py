@@ -18,6 +18,7 @@ from elastic.errors import ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.train.preflight import preflight
 from tests.engine.test_bits import plain_training
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks
@@ -268,9 +269,17 @@ def test_a_norm_may_be_frozen(tmp_path: Path, precision: str) -> None:
     assert told.buffers["layers.0.norm.running_mean"].eq(0).all() and told.buffers["layers.1.norm.running_mean"].ne(0).all()
 
 
-def test_compiled_blocks_that_are_computed_again_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"^'layers.0.norm' of .* recompute = 'block'; set recompute = 'none' or compile = false$"):
-        alone(job_of(tmp_path, compile=True, recompute="block"), 1)
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"compile": True, "recompute": "block"}, "recompute = 'block'; set recompute = 'none' or compile = false$"),
+        ({"spikes": {"action": "skip", "microbatch_z": 6}}, "spikes.microbatch_z = 6; set it to 0, or "),
+    ],
+    ids=["computed again", "left out"],
+)
+def test_statistics_that_would_be_wrong_are_refused_before_anything_begins(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=rf"^'layers.0.norm' of .* {says}"):
+        preflight(job_of(tmp_path, **settings), local=True)
 
 
 @pytest.mark.full  # compiles

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.protocol import spikes
 from elastic.protocol.commit_record import Outcome, Spike
-from elastic.protocol.spikes import LEAST, SpikeRule, after, judged, means_after, most_loss, robust_z
+from elastic.protocol.spikes import ENOUGH, LEAST, SpikeRule, after, judged, means_after, most_loss, robust_z
 
 pytestmark = pytest.mark.fast
 
@@ -115,13 +116,36 @@ def test_the_past_has_the_steps_that_were_applied() -> None:
     assert told.spike == Spike("loss", robust_z(5.5, [loss for loss, _ in PAST]), 2.02, False) and after(PAST, told, WARN)[-1][0] == 5.5
 
 
-@given(st.lists(st.floats(0.1, 9.0), min_size=1, max_size=40))
+@given(st.lists(st.floats(0.1, 9.0), min_size=ENOUGH, max_size=ENOUGH + 20))
 def test_the_largest_loss_that_counts_is_that_of_numpy(means: list[float]) -> None:
     middle = np.median(means)
     deviation = max(1.4826 * np.median(np.abs(np.array(means) - middle)), LEAST * middle)
     assert most_loss(PAST, means, EACH) == pytest.approx(middle + 6 * deviation, rel=1e-12)
-    assert most_loss(PAST[1:], means, EACH) is None is most_loss(PAST, [], EACH), "no step is a spike yet, and nothing is known"
-    assert most_loss(PAST, means, RULE) is None
+    assert most_loss(PAST[1:], means, EACH) is None is most_loss(PAST, means[: ENOUGH - 1], EACH), (
+        "no step is a spike yet; too few are known"
+    )
+    assert most_loss(PAST, means, RULE) is None is most_loss(PAST, [0.0] * ENOUGH + [0.3] * (ENOUGH // 2), EACH)
+
+
+def test_g1_a_healthy_run_leaves_nothing_out_from_whenever_microbatches_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G1: normal losses with a deviation of a tenth, of one to eight microbatches a step, from a full window and no microbatch on.  The
+    control: judged by the first few of them, some are left out.
+    """
+
+    def left_out() -> int:
+        found = 0
+        for seed, size in product(range(12), (1, 2, 8)):
+            draw, means = random.Random(seed), list[float]()
+            for _ in range(60):
+                outcome = step(*(draw.gauss(3.0, 0.3) for _ in range(size)))
+                most = most_loss(PAST, means, EACH)
+                found += most is not None and any(loss > most * 10 for loss in outcome.losses)
+                means = means_after(means, outcome, 1024)
+        return found
+
+    assert not left_out()
+    monkeypatch.setattr(spikes, "ENOUGH", 2)
+    assert left_out()
 
 
 def test_g1_a_microbatch_is_left_out_where_the_step_is_no_spike() -> None:
@@ -137,7 +161,11 @@ def test_g1_a_microbatch_is_left_out_where_the_step_is_no_spike() -> None:
     assert judged(PAST, noisy, replace(EACH, quarantines=False), 2.3) == replace(found, quarantined=())
     assert judged(PAST, noisy, EACH, 2.5) == noisy
     lost = judged(PAST, noisy, EACH, 1.9)
-    assert not lost.applies and lost.spike is not None and lost.left_out == lost.quarantined == ()
+    assert not lost.applies and lost.spike == Spike("microbatches", 6, 1.9, True) and lost.left_out == lost.quarantined == ()
+    single = judged(PAST, step(2.05), EACH, 2.03)
+    assert not single.applies and single.quarantined == (0, 1), "the only microbatch is the one to blame"
+    without_terms = replace(noisy, losses=(20.0, 20.0, 20.5, 0.5, 20.0, 20.0), counts=(10, 10, 10, 0, 10, 10))
+    assert judged(PAST, without_terms, EACH, 2.3) == without_terms
     half = judged(PAST, step(2.05, 2.05, 2.0, 2.0), EACH, 2.03)
     assert half.left_out == (0, 1) and half.applies
 

@@ -129,6 +129,7 @@ WRONG = [
     ("no_commit", r"step 1 is not committed; call step\.commit\(\), and do not skip a step"),
     ("commits_twice", r"step 1: step\.commit\(\) is called twice"),
     ("leaves_batches", r"step 1: step\.commit\(\) after 1 of 8 microbatches; run all of step\.batches\(\), without `break`"),
+    ("swallows", r"step 1: step\.commit\(\) after 0 of 8 microbatches"),
     ("no_backward", r"step 1: a microbatch had no step\.backward\(loss_sum, count\)"),
     ("late_function", r"ctx\.on_committed\(\) after ctx\.steps\(\) has begun"),
 ]

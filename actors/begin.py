@@ -50,7 +50,7 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], i
         incarnation = claims(run, seen)
         said = run.branch(now, incarnation=incarnation) if start.at is None else rewind(run, now, start.at, incarnation)
     except Exists:
-        raise PlatformGaveUp(f"another command has begun a branch of {job.name} meanwhile; `elastic runs` shows it") from None
+        raise PlatformGaveUp(f"another command has begun {job.name}, or a branch of it, meanwhile; `elastic runs` shows it") from None
     version = run.newest()
     step = 1 if version is None else version.step + 1
     show(Sentence(now, f"{said}{_rates(before, run.job, step)}{past}"))

@@ -65,7 +65,7 @@ def test_l4_the_run_is_claimed_before_the_branch_and_only_for_one(tmp_path: Path
     run, changed = living(tmp_path)
     seen = list[tuple[int, int]]()
 
-    def claim(run: Run) -> int:
+    def claim(run: Run, _: int) -> int:
         seen.append((run.latest_claim(), branches.number_of(run.store, "toy")))
         return run.claim("here")
 
@@ -83,10 +83,10 @@ def test_l4_two_branches_after_a_claim_whose_coordinator_never_came(tmp_path: Pa
     run, changed = living(tmp_path)
     assert run.claim("gone", life) == 2
     said, other = list[Any](), run.job.replace(optim={"lr": 1e-5})
-    assert begin(Start(changed), said.append, True, lambda run: run.claim("here", after=run.follows(2))) == 3
+    assert begin(Start(changed), said.append, True, lambda run, _: run.claim("here", after=run.follows(2))) == 3
     assert f"it goes past claim 2, made at gone ({platform.node()}), which has recorded nothing" in said[-1].text
-    with pytest.raises(Exists):
-        begin(Start(other), said.append, True, lambda run: run.claim("there", after=run.follows(2)))
+    with pytest.raises(PlatformGaveUp):
+        begin(Start(other), said.append, True, lambda run, _: run.claim("there", after=run.follows(2)))
     assert branches.number_of(run.store, "toy") == 2 and run.latest_claim() == 3
     assert run.follows(3) == 3, "its own coordinator comes"
     run.claim("elsewhere")
@@ -98,15 +98,29 @@ def test_l4_a_branch_of_another_command_meanwhile_is_said(tmp_path: Path) -> Non
     """L4: the other one has claimed the run later, and begun its branch first."""
     _, changed = living(tmp_path)
 
-    def claim(run: Run) -> int:
+    def claim(run: Run, _: int) -> int:
         ours = run.claim("here")
         theirs = Run.look(changed.replace(optim={"lr": 1e-5}), branch=True)
         theirs.branch(0.0, incarnation=theirs.claim("there"))
         return ours
 
-    with pytest.raises(PlatformGaveUp, match="another command has begun a branch of toy meanwhile; `elastic runs` shows it"):
+    with pytest.raises(PlatformGaveUp, match="another command has begun toy, or a branch of it, meanwhile; `elastic runs` shows it"):
         begin(Start(changed), lambda line: None, True, claim)
     assert Run.find(changed).job.optim.lr == 1e-5
+
+
+def test_l4_a_process_that_looked_before_another_claim_begins_no_branch(tmp_path: Path) -> None:
+    """L4: the other one, whose claim is the newest, goes on.  The control: who claims whatever is newest ends it."""
+    run, changed = living(tmp_path)
+
+    def later(run: Run, seen: int) -> int:
+        assert run.claim("there", "a life") == seen + 1
+        return run.claim_here(after=seen)
+
+    with pytest.raises(PlatformGaveUp, match="another command has begun toy, or a branch of it, meanwhile"):
+        begin(Start(changed), lambda line: None, True, later)
+    assert (run.latest_claim(), branches.number_of(run.store, "toy")) == (2, 1)
+    assert begin(Start(changed), lambda line: None, True, lambda run, _: run.claim_here()) == 3
 
 
 def test_l4_a_rollback_claims_the_run_too(tmp_path: Path) -> None:

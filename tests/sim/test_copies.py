@@ -177,7 +177,7 @@ def test_overwriting_a_slot_early_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
     def slot(copies: Copies, slots: list[Copy | None]) -> int | None:
         held = [(copy is not None and copy == copies.copied, n) for n, copy in enumerate(slots) if copy not in copies.saving]
-        return None if copies.begun in slots else max(held)[1]
+        return None if copies.begun in slots or not held else max(held)[1]
 
     monkeypatch.setattr(Copies, "slot", slot)
     assert GONE in first_violation(advance, "drawn")

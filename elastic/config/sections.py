@@ -329,10 +329,11 @@ class Spikes(Part):
     window: Branch[Annotated[Whole, Field(ge=8)]] = 128
     """Number of steps with which a step is compared, those before it that were not skipped.  Until there are as many, none is a spike."""
     microbatch_z: Branch[Annotated[Number, Field(ge=0)]] = 0.0
-    """Score above which a microbatch is left out of its own step; 0: none is.  Its loss is compared with those of the newest 1,024
-    microbatches, once there are ``window`` steps.  The step counts all others as if this one had not been there, and with ``quarantine``
-    its samples are not read again.  If more than half of a step would be left out, the step is skipped.  Use it where all samples are
-    alike: a seldom kind of sample whose loss is always high, such as a rare language, would be left out, too.
+    """Score above which a microbatch is left out of its own step; 0: none is.  How far its mean loss lies above those of the newest 8 steps
+    is compared with how far those of the newest 1,024 microbatches did, once there are ``window`` steps.  The step counts all others as if
+    this one had not been there, and with ``quarantine`` its samples are not read again.  If more than half of a step would be left out, the
+    step is skipped.  Use it where all samples are alike: a seldom kind of sample whose loss is always high, such as a rare language, would
+    be left out, too.
     """
 
     @property

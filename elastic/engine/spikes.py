@@ -22,13 +22,13 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.spikes import SpikeRule
 from storage.slices import Tensor
 
-HISTORY, QUARANTINE, MEANS = "spikes.history", "spikes.quarantine", "spikes.microbatches"
+HISTORY, QUARANTINE, HEIGHTS = "spikes.history", "spikes.quarantine", "spikes.microbatches"
 """The tensors.
 
 A row of the history is (1, loss, norm) of a step, newest last.  A row of the quarantine is (sample, first step that does not read it),
 oldest first.  In a mixture with weights the step is negative, for a sample that is replaced by one of its own source.  Earlier versions
 wrote the step itself there and replaced the sample by one of any source; such a row still means that.  Of a sample whose step was applied
-without its microbatch there is -1 - sample.  A row of the microbatches, which are there with ``microbatch_z``, is (1, mean loss), newest
+without its microbatch there is -1 - sample.  A row of the microbatches, which are there with ``microbatch_z``, is (1, height), newest
 last.  Rows of zeros stand for nothing.
 """
 DTYPES = {"F64": torch.float64, "I64": torch.int64}
@@ -43,7 +43,7 @@ def tensors_of(job: Job) -> tuple[Tensor, ...]:
     if job.spikes.off:
         return ()
     found = Tensor(HISTORY, "scalar", "F64", (job.spikes.window, 3)), Tensor(QUARANTINE, "scalar", "I64", (MOST, 2))
-    return (*found, Tensor(MEANS, "scalar", "F64", (NEWEST, 2))) if job.spikes.microbatch_z else found
+    return (*found, Tensor(HEIGHTS, "scalar", "F64", (NEWEST, 2))) if job.spikes.microbatch_z else found
 
 
 def number_in(quarantine: bytearray | memoryview) -> int:
@@ -52,12 +52,12 @@ def number_in(quarantine: bytearray | memoryview) -> int:
 
 
 class _Known(NamedTuple):
-    """The values in the tensors: the past, the mean losses of microbatches, the samples in quarantine, those of them that are replaced by
+    """The values in the tensors: the past, the heights of microbatches, the samples in quarantine, those of them that are replaced by
     samples of any source, and those whose step was applied.
     """
 
     past: list[tuple[float, float]]
-    means: list[float]
+    heights: list[float]
     quarantined: dict[int, int]
     anywhere: frozenset[int]
     applied: frozenset[int]
@@ -100,7 +100,7 @@ class Spikes:
         if not self.rule.microbatch_z:
             return None
         known = self._read()
-        return spikes.most_loss(known.past, known.means, self.rule)
+        return spikes.most_loss(known.past, known.heights, self.rule)
 
     def judged(self, outcome: Outcome, sizes: Sequence[int]) -> Outcome:
         """Returns the outcome of a step, before it is applied, with the spike that it is.
@@ -135,11 +135,11 @@ class Spikes:
         if not self._tensors:
             return
         known = self._read()
-        past, means, quarantined = spikes.after(known.past, outcome, self.rule), known.means, known.quarantined
+        past, heights, quarantined = spikes.after(known.past, outcome, self.rule), known.heights, known.quarantined
         if past != known.past:
             self._tensors[HISTORY][-len(past) :] = torch.tensor([(1.0, *each) for each in past], dtype=torch.float64)
-        if self.rule.microbatch_z and (means := spikes.means_after(means, outcome, NEWEST)):
-            self._tensors[MEANS][-len(means) :] = torch.tensor([(1.0, each) for each in means], dtype=torch.float64)
+        if self.rule.microbatch_z and (heights := spikes.heights_after(heights, known.past, outcome, NEWEST)):
+            self._tensors[HEIGHTS][-len(heights) :] = torch.tensor([(1.0, each) for each in heights], dtype=torch.float64)
         new = {sample: outcome.step + 1 for sample in outcome.quarantined if sample not in quarantined}
         if new:
             rows, signs = self._tensors[QUARANTINE], -1 if self._weighted else 1
@@ -147,15 +147,15 @@ class Spikes:
             rows[len(quarantined) : len(quarantined) + len(new)] = torch.tensor(written, dtype=torch.int64)
         anywhere = known.anywhere if self._weighted else known.anywhere.union(new)
         applied = known.applied.union(new) if outcome.applies else known.applied
-        self._known = _Known(past, means, quarantined | new, anywhere, applied)
+        self._known = _Known(past, heights, quarantined | new, anywhere, applied)
 
     def _read(self) -> _Known:
         if self._known is None:
             past = [(loss, norm) for known, loss, norm in self._tensors[HISTORY].tolist() if known] if self._tensors else []
-            means = [mean for known, mean in self._tensors[MEANS].tolist() if known] if MEANS in self._tensors else []
+            heights = [height for known, height in self._tensors[HEIGHTS].tolist() if known] if HEIGHTS in self._tensors else []
             rows = self._tensors[QUARANTINE] if self._tensors else torch.empty((0, 2), dtype=torch.int64)
             written = [(max(each, -1 - each), each < 0, step) for each, step in rows[rows[:, 1] != 0].tolist()]
             quarantined = {sample: abs(step) for sample, _, step in written}
             anywhere = frozenset(sample for sample, _, step in written if step > 0)
-            self._known = _Known(past, means, quarantined, anywhere, frozenset(sample for sample, applied, _ in written if applied))
+            self._known = _Known(past, heights, quarantined, anywhere, frozenset(sample for sample, applied, _ in written if applied))
         return self._known

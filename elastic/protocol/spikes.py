@@ -6,10 +6,10 @@ earlier spikes hide no later one, as they would if means were used.  Both the lo
 OLMo-core, because a bad batch may show in one of them alone.  Of norms the logarithm is judged: that of a healthy run is near to normal,
 while its norms have a heavy tail, and one in ten thousand would be a spike.
 
-A step is judged as a whole, so one noisy sample among many is no spike of it.  With ``microbatch_z`` each microbatch is judged, too,
-against the newest microbatches before the step.  So the largest loss that counts, :func:`most_loss`, is known before the step's first
-backward pass: the device itself compares, and multiplies the gradient of a microbatch above it by 0.  All others count as if it had not
-been there.
+A step is judged as a whole, so one noisy sample among many is no spike of it.  With ``microbatch_z`` each microbatch is judged, too:
+by how far its mean loss lies above the median of the newest steps, compared with how far those of earlier microbatches lay from the steps
+before them.  So the largest loss that counts, :func:`most_loss`, is known before the step's first backward pass: the device itself
+compares, and multiplies the gradient of a microbatch above it by 0.  All others count as if it had not been there.
 
 Every member computes the same answer for itself, between the commit of a step and its update.  It needs nothing but the outcome, which is
 the same on every member, and the :class:`Past`, which is part of the state (``engine/spikes.py``).
@@ -30,8 +30,10 @@ LEAST = 0.01
 """Least deviation, as a part of the usual loss or norm: where these hardly move, there must be no spikes that mean nothing."""
 TINY = 1e-300
 """Norm whose logarithm stands for that of smaller ones, and of 0."""
-ENOUGH = 64
+ENOUGH = 48
 """Number of microbatches before the step from which on microbatches are judged."""
+NEWEST_STEPS = 8
+"""Number of steps whose median loss is the level from which the losses of the next step's microbatches are counted."""
 Past = Sequence[tuple[float, float]]
 """The loss and the norm of the newest steps that count, oldest first."""
 
@@ -69,17 +71,21 @@ def robust_z(value: float, past: Sequence[float], least: float | None = None) ->
     return (value - middle) / deviation if deviation else float("inf") * (1 if value > middle else -1)
 
 
-def most_loss(past: Past, means: Sequence[float], rule: SpikeRule) -> float | None:
+def most_loss(past: Past, heights: Sequence[float], rule: SpikeRule) -> float | None:
     """Returns the largest mean loss of a microbatch that counts in the next step; None if each does.
 
-    ``means`` are the mean losses of the newest microbatches that counted.  As long as no step is a spike, or too few microbatches are
-    known, or most of them have the same loss of 0, none is left out.
+    ``heights`` are those of the newest microbatches that counted: see :func:`heights_after`.  As long as no step is a spike, or too few
+    microbatches are known, or most of them have the same loss of 0, none is left out.
     """
-    if not rule.microbatch_z or len(past) < rule.window or len(means) < ENOUGH:
+    if not rule.microbatch_z or len(past) < rule.window or len(heights) < ENOUGH:
         return None
-    middle = median(means)
-    deviation = max(robust_deviation(means, middle), LEAST * abs(middle))
-    return middle + rule.microbatch_z * deviation if deviation else None
+    level, middle = _level(past), median(heights)
+    deviation = max(robust_deviation(heights, middle), LEAST * abs(level + middle))
+    return level + middle + rule.microbatch_z * deviation if deviation else None
+
+
+def _level(past: Past) -> float:
+    return median([loss for loss, _ in past[-NEWEST_STEPS:]])
 
 
 def judged(past: Past, outcome: Outcome, rule: SpikeRule, most: float | None = None) -> Outcome:
@@ -110,13 +116,18 @@ def after(past: Past, outcome: Outcome, rule: SpikeRule) -> list[tuple[float, fl
     return known[-rule.window :]
 
 
-def means_after(means: Sequence[float], outcome: Outcome, most: int) -> list[float]:
-    """Returns the mean losses of the ``most`` newest microbatches, with those that counted in ``outcome``, if its step is applied."""
+def heights_after(heights: Sequence[float], past: Past, outcome: Outcome, most: int) -> list[float]:
+    """Returns the heights of the ``most`` newest microbatches, with those that counted in ``outcome``, if its step is applied.
+
+    The height of a microbatch is its mean loss less the median loss of the newest steps before its own.  So a loss that falls while the
+    model learns makes nothing wide.  ``past`` is that before the step.
+    """
     new = list[float]()
-    if outcome.applies and isfinite(outcome.loss):
-        left_out, each = {*outcome.left_out}, enumerate(zip(outcome.losses, outcome.counts, strict=True))
-        new = [loss / count for index, (loss, count) in each if count and index not in left_out]
-    return [*means, *new][-most:]
+    if past and outcome.applies and isfinite(outcome.loss):
+        level, left_out = _level(past), {*outcome.left_out}
+        each = enumerate(zip(outcome.losses, outcome.counts, strict=True))
+        new = [loss / count - level for index, (loss, count) in each if count and index not in left_out]
+    return [*heights, *new][-most:]
 
 
 def _spike(past: Past, outcome: Outcome, rule: SpikeRule) -> Spike | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic.protocol import spikes
 from elastic.protocol.commit_record import Outcome, Spike
-from elastic.protocol.spikes import ENOUGH, LEAST, SpikeRule, after, judged, means_after, most_loss, robust_z
+from elastic.protocol.spikes import ENOUGH, LEAST, SpikeRule, after, heights_after, judged, most_loss, robust_z
 
 pytestmark = pytest.mark.fast
 
@@ -116,36 +116,44 @@ def test_the_past_has_the_steps_that_were_applied() -> None:
     assert told.spike == Spike("loss", robust_z(5.5, [loss for loss, _ in PAST]), 2.02, False) and after(PAST, told, WARN)[-1][0] == 5.5
 
 
-@given(st.lists(st.floats(0.1, 9.0), min_size=ENOUGH, max_size=ENOUGH + 20))
-def test_the_largest_loss_that_counts_is_that_of_numpy(means: list[float]) -> None:
-    middle = np.median(means)
-    deviation = max(1.4826 * np.median(np.abs(np.array(means) - middle)), LEAST * middle)
-    assert most_loss(PAST, means, EACH) == pytest.approx(middle + 6 * deviation, rel=1e-12)
-    assert most_loss(PAST[1:], means, EACH) is None is most_loss(PAST, means[: ENOUGH - 1], EACH), (
-        "no step is a spike yet; too few are known"
-    )
-    assert most_loss(PAST, means, RULE) is None is most_loss(PAST, [0.0] * ENOUGH + [0.3] * (ENOUGH // 2), EACH)
+@given(st.lists(st.floats(-1.0, 9.0), min_size=ENOUGH, max_size=ENOUGH + 20))
+def test_the_largest_loss_that_counts_is_that_of_numpy(heights: list[float]) -> None:
+    level, middle = np.median([loss for loss, _ in PAST[-8:]]), np.median(heights)
+    deviation = max(1.4826 * np.median(np.abs(np.array(heights) - middle)), LEAST * abs(level + middle))
+    assert most_loss(PAST, heights, EACH) == pytest.approx(level + middle + 6 * deviation, rel=1e-12)
+    assert most_loss(PAST[1:], heights, EACH) is None is most_loss(PAST, heights[: ENOUGH - 1], EACH), "the window; too few are known"
+    assert most_loss(PAST, heights, RULE) is None is most_loss([(0.0, 1.0)] * 16, [0.0] * ENOUGH + [0.3] * (ENOUGH // 2), EACH)
 
 
-def test_g1_a_healthy_run_leaves_nothing_out_from_whenever_microbatches_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G1: normal losses with a deviation of a tenth, of one to eight microbatches a step, from a full window and no microbatch on.  The
-    control: judged by the first few of them, some are left out.
+@pytest.mark.parametrize(("falls", "wide"), [(0.0, 0.3), (3.0, 0.1)], ids=["noisy", "learning"])
+def test_g1_a_healthy_run_leaves_nothing_out_and_a_noisy_microbatch_is_found(
+    falls: float, wide: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G1: normal losses about a level that stays or falls from 6 to 3, of one to eight microbatches a step, from a full window and no
+    microbatch on.  One that is 12 deviations higher is found.  The controls: judged by the first few of them, some noisy ones are left
+    out; judged by losses instead of their heights above the newest steps, the high one of the model that learns is not found.
     """
 
-    def left_out() -> int:
+    def left_out(noisy: int = 0) -> int:
         found = 0
         for seed, size in product(range(12), (1, 2, 8)):
-            draw, means = random.Random(seed), list[float]()
-            for _ in range(60):
-                outcome = step(*(draw.gauss(3.0, 0.3) for _ in range(size)))
-                most = most_loss(PAST, means, EACH)
+            draw, heights = random.Random(seed), list[float]()
+            past = [(3.0 + falls + draw.gauss(0, wide), 1.0) for _ in range(16)]
+            for number in range(120):
+                level = 3.0 + falls * math.exp(-number / 40)
+                outcome = step(*(level + draw.gauss(0, wide) + 12 * wide * (number == noisy and not index) for index in range(size)))
+                most = most_loss(past, heights, EACH)
                 found += most is not None and any(loss > most * 10 for loss in outcome.losses)
-                means = means_after(means, outcome, 1024)
+                heights = heights_after(heights, past, judged(past, outcome, EACH, most), 1024)
+                past = after(past, outcome, EACH)
         return found
 
-    assert not left_out()
+    assert (left_out(), left_out(119)) == (0, 12 * 3)
     monkeypatch.setattr(spikes, "ENOUGH", 2)
-    assert left_out()
+    assert (left_out() > 0) == (falls == 0)
+    monkeypatch.setattr(spikes, "ENOUGH", ENOUGH)
+    monkeypatch.setattr(spikes, "_level", lambda past: 0.0)
+    assert (left_out(119) < 12 * 3) == (falls > 0)
 
 
 def test_g1_a_microbatch_is_left_out_where_the_step_is_no_spike() -> None:
@@ -180,7 +188,9 @@ def test_g1_what_remains_of_a_step_is_judged_as_a_whole() -> None:
 
 
 def test_the_newest_microbatches_that_counted_are_remembered() -> None:
+    level = float(np.median([loss for loss, _ in PAST[-8:]]))
     fine = judged(PAST, step(2.0, 2.1, 2.4), EACH, 2.3)
-    assert means_after([1.0, 1.5], fine, 3) == [1.5, 2.0, 2.1]
-    assert means_after([1.0], replace(fine, counts=(10, 0, 10)), 3) == [1.0, 2.0]
-    assert means_after([1.0], step(2.0, finite=False), 3) == [1.0] == means_after([1.0], judged(PAST, step(9.0), EACH), 3)
+    assert heights_after([1.0, 1.5], PAST, fine, 3) == [1.5, 2.0 - level, 2.1 - level]
+    assert heights_after([1.0], PAST, replace(fine, counts=(10, 0, 10)), 3) == [1.0, 2.0 - level]
+    assert heights_after([1.0], PAST, step(2.0, finite=False), 3) == [1.0] == heights_after([1.0], PAST, judged(PAST, step(9.0), EACH), 3)
+    assert heights_after([], [], fine, 3) == [], "nothing is before it"

@@ -12,7 +12,7 @@ from elastic.control.machine import advance
 from elastic.ids import NodeId
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.copy_schedule import Copies, Copy
+from elastic.protocol.copy_schedule import Copies, Copy, NoRoom
 from elastic.sim import Coverage, Violation, cluster, simulate
 from elastic.sim.cluster import Cluster
 from elastic.sim.coordinator import Advance
@@ -177,7 +177,9 @@ def test_overwriting_a_slot_early_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
     def slot(copies: Copies, slots: list[Copy | None]) -> int | None:
         held = [(copy is not None and copy == copies.copied, n) for n, copy in enumerate(slots) if copy not in copies.saving]
-        return None if copies.begun in slots or not held else max(held)[1]
+        if not held:
+            raise NoRoom
+        return None if copies.begun in slots else max(held)[1]
 
     monkeypatch.setattr(Copies, "slot", slot)
     assert GONE in first_violation(advance, "drawn")

@@ -18,7 +18,7 @@ from torch import nn
 from actors.launch import launch
 from elastic.data.cursor import Cursor
 from elastic.engine.loss import next_token
-from elastic.engine.spikes import DTYPES, HISTORY, MEANS, QUARANTINE, Spikes, tensors_of
+from elastic.engine.spikes import DTYPES, HEIGHTS, HISTORY, QUARANTINE, Spikes, tensors_of
 from elastic.engine.world import World
 from elastic.errors import DataError, JobError
 from elastic.ids import Version
@@ -192,8 +192,8 @@ def test_g1_a_noisy_microbatch_is_left_out_of_its_own_step(ranks: Ranks, tmp_pat
     assert all(outcomes == told.outcomes for outcomes in told.members) and all(each.spike is None for each in told.outcomes)
     assert read(told.outcomes, sample)[-1] == first
     assert kept(job, told.version, QUARANTINE)[:3].tolist() == [*([-1 - each, first + 1] for each in bad.quarantined), [0, 0]]
-    means = kept(job, told.version, MEANS)
-    assert int(means[:, 0].sum()) == 8 * STEPS - 1 and bad.losses[index] / bad.counts[index] not in means[:, 1].tolist()
+    heights = kept(job, told.version, HEIGHTS)
+    assert int(heights[:, 0].sum()) == 8 * (STEPS - 1) - 1 and heights[:, 1].max() < bad.losses[index] / bad.counts[index] - bad.loss
 
     begun = train(ranks, spiky(tmp_path / "judge", {sample: 1.3}, optim=optim, spikes={"action": "none"}), layout, WINDOW)
     judge = spiky(tmp_path / "judge", {sample: 0.0}, optim=optim, spikes={"action": "none"}).replace(loss=f"{HERE}:without")

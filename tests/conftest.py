@@ -60,7 +60,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return GROUPS.get(nodeid.split("/")[1], OTHERS)
+            folders = nodeid.split("::")[0].split("/")[1:-1]
+            return GROUPS.get(folders[0], OTHERS) if folders else OTHERS
 
     return ByGroup(config, log)
 

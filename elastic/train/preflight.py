@@ -104,12 +104,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     check_samples(job, model, session.loader.dataset)
     for sink, args in job.metrics.sinks.items():
         check_sink(sink, args)
-    tracking(model, sharding_table(model), job)
-    if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, sharding_table(model)):
-        raise ModelError(
-            f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes are multiples of {MULTIPLE}, and "
-            f"nothing else multiplies in fp8; take 'bf16', or other sizes"
-        )
+    _check_layers(job, model)
     check(_bucket(job), job.name)
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
     run.check_data(build.data)
@@ -168,6 +163,17 @@ def _check_quarantine(job: Job, reader: Reader, version: Version) -> None:
         raise JobError(
             f"spikes.action = 'none' would read again what {version} has in quarantine, {samples}; set it to 'warn', "
             f"which keeps them out and changes nothing else, or to 'forget', which reads them again"
+        )
+
+
+def _check_layers(job: Job, model: nn.Module) -> None:
+    """Raises :class:`ModelError` if the job has settings that the model's layers cannot have."""
+    table = sharding_table(model)
+    tracking(model, table, job)
+    if PRECISIONS[job.precision].fp8 is not None and not layers_of(model, table):
+        raise ModelError(
+            f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes are multiples of {MULTIPLE}, and "
+            f"nothing else multiplies in fp8; take 'bf16', or other sizes"
         )
 
 

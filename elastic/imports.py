@@ -86,21 +86,28 @@ def _failed(module: str, error: Exception) -> str:
 
 
 def failure(error: Exception) -> str:
-    """Describes in one line what the called code raised and where: the innermost frame outside of installed packages.
+    """Describes in one line what the called code raised and where: the innermost frame outside of installed packages and of ours.
 
-    The caller's own frame is left out, since it only says that the code was called.
+    If there is none, it is one of ours, or else the innermost.  The caller's own frame is left out, since it only says that the code was
+    called.
     """
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    frame = next((f for f in reversed(frames) if "site-packages" not in f.filename), frames[-1] if frames else None)
+    others = [frame for frame in frames if "site-packages" not in frame.filename]
+    users = [frame for frame in others if not _is_ours(frame)]
+    frame = next((found[-1] for found in (users, others, frames) if found), None)
     return _what(error) if frame is None else f"{_what(error)} (in {frame.filename}, line {frame.lineno})"
 
 
 def users_traceback(error: BaseException) -> str:
     """Returns the traceback of ``error`` without the frames of our own packages; with them if there are no others."""
     frames = traceback.extract_tb(error.__traceback__)
-    others = [frame for frame in frames if not any(Path(frame.filename).is_relative_to(ROOT / name) for name in PACKAGES)]
+    others = [frame for frame in frames if not _is_ours(frame)]
     head = "Traceback (most recent call last):\n"
     return "".join([head, *traceback.format_list(others or frames), *traceback.format_exception_only(error)])
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return any(Path(frame.filename).is_relative_to(ROOT / name) for name in PACKAGES)
 
 
 def _what(error: Exception) -> str:

@@ -196,7 +196,8 @@ def test_l12_a_narrow_terminal_without_colours_that_is_resized_and_hears_ctrl_c(
     assert run.wait() == 3, run.typed
     # the terminal may write its ^C into the middle of a line that is being drawn
     drawn, lines = re.findall(r"\r\x1b\[K(step [^\r\n\x1b^]+)(?=[\r\x1b])", run.typed), run.seen.lines
-    assert {len(each) for each in drawn} == {37, 27}
+    widths = [len(each) for each in drawn]  # at first a line lacks what is not known yet, as the time left
+    assert max(widths) == 37 and max(widths[widths.index(27) :]) == 27, widths
     assert not re.search(r"\x1b\[(3|4)\d", run.typed)
     assert any(re.match(r"Stopped at step \d+ of 10000:", line) for line in lines), lines
     assert "Traceback" not in run.typed and "^C" in run.typed and not any(re.match(r"step|\^", line) for line in lines), lines

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.checkpoint_commands import at_rest
+from actors.commands import of_run
 from actors.terminal import say
 from elastic.config.values import place
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
-from elastic.job import Job
 from elastic.report.divergence import diverged_at
 from elastic.runs import resume
 from elastic.runs.descent import Descent, family, runs_of, tree
@@ -31,7 +31,7 @@ def rollback(known: Namespace) -> int:
 
     Raises :class:`JobError` if there is no such checkpoint, and :class:`PlatformGaveUp` if the run may live, unless ``--force``.
     """
-    asked = Job.load(known.job, known.settings)
+    asked = of_run(known)
     if not (math.isfinite(known.lr_scale) and known.lr_scale > 0):
         raise JobError(f"--lr-scale = {known.lr_scale:g} must be more than 0, such as 0.5")
     if known.to != AUTO and not known.to.isdecimal():
@@ -83,8 +83,8 @@ def before_divergence(run: Run) -> Version:
 
 def runs(known: Namespace) -> int:
     """Prints the runs of a bucket as a tree; of all trees only the one of the run that ``--name`` names, if it does."""
-    asked, name = known.settings, known.settings.get("name", "")
-    bucket = Job.load(known.bucket, asked).bucket if Path(known.bucket).is_file() else place(known.bucket)
+    name = known.settings.get("name", "")
+    bucket = of_run(known, file="bucket").bucket if Path(known.bucket).is_file() else place(known.bucket)
     found = runs_of(bucket)
     if not found:
         raise JobError(f"there is no run in bucket = {bucket!r}; name the bucket of a job, or its job file")

@@ -17,6 +17,7 @@ from elastic.config.settings import COMMAND_LINE
 from elastic.errors import ElasticError, JobError, PlatformGaveUp
 from elastic.imports import failure, users_traceback
 from elastic.job import Job
+from elastic.runs.named import job_of_run
 from storage.errors import Damaged, StorageError
 
 if TYPE_CHECKING:
@@ -26,8 +27,31 @@ MOST_PARAMS = 1e15
 """Largest number of parameters of `elastic estimate`."""
 
 
+KEEPS = tuple(f"checkpoint.{name}" for name in ("keep_last", "keep_every", "keep_best", "keep_younger"))
+"""The settings by which checkpoints are kept and deleted."""
+DEVICE = tuple(f"workers.{name}" for name in ("gpus", "threads", "device_gb"))
+"""The settings by which a command computes in its own process."""
+HELD_OUT = tuple(f"validation.{name}" for name in ("every", "samples", "dataset", "args"))
+"""The settings that say which samples `elastic evaluate` measures."""
+
+
 def _job(known: Namespace) -> Job:
     return Job.load(known.job, known.settings)
+
+
+def of_run(known: Namespace, *reads: str, file: str = "job") -> Job:
+    """Returns the job of a command that finds a run and does not train it.
+
+    The file may have mistakes in settings other than the name, the bucket and those that the command ``reads``: they are told as notes.
+    ``file`` is the argument that names it.
+    """
+    path = Path(getattr(known, file))
+    job, problems = job_of_run(path, known.settings, reads)
+    for each in problems:
+        print(f"note: {each}", file=sys.stderr)
+    if problems:
+        print(f"note: `elastic train` would refuse {path.name}; this command takes what the run has stored instead", file=sys.stderr)
+    return job
 
 
 def _line(known: Namespace) -> str:
@@ -63,7 +87,7 @@ def train(known: Namespace) -> int:
 def on_run(known: Namespace) -> int:
     from actors import run_commands
 
-    job = _job(known)
+    job = of_run(known)
     match known.command:
         case "status":
             return run_commands.status(job, known.once)
@@ -137,7 +161,7 @@ def evaluate(known: Namespace) -> int:
     from elastic.train.revisit import evaluate_here
 
     sys.path.insert(0, str(Path.cwd()))
-    version, found = evaluate_here(_job(known), known.step, accept_code=known.accept_code)
+    version, found = evaluate_here(of_run(known, *DEVICE, *HELD_OUT), known.step, accept_code=known.accept_code)
     say(told_of(version.step, found))
     return 0
 
@@ -146,14 +170,14 @@ def owed(known: Namespace) -> int:
     from actors.owed_command import owed
 
     sys.path.insert(0, str(Path.cwd()))
-    return owed(_job(known), known.pay)
+    return owed(of_run(known, *DEVICE), known.pay)
 
 
 def rerun(known: Namespace) -> int:
     from elastic.train.revisit import rerun_here
 
     sys.path.insert(0, str(Path.cwd()))
-    again = rerun_here(_job(known), known.step, accept_code=known.accept_code)
+    again = rerun_here(of_run(known, *DEVICE), known.step, accept_code=known.accept_code)
     now, then = again.now, again.then
     table = Table("microbatch", "samples", "loss", "terms", "loss that the run recorded")
     for index, (loss, count, ids) in enumerate(zip(now.losses, now.counts, now.samples, strict=True)):
@@ -204,7 +228,7 @@ def replay(known: Namespace) -> int:
 
     rules = None
     if known.job.suffix == ".toml":
-        job = _job(known)
+        job = of_run(known)
         segments, rules = journal.read(Run.begun(job).store, job.name), job.rules()
         if not segments:
             raise JobError(f"there is no journal of {job.name} in {job.bucket}: it has run there only with --local, which writes none")
@@ -230,7 +254,7 @@ def metrics(known: Namespace) -> int:
     from elastic.runs.metrics import with_origin
     from elastic.runs.run import Run
 
-    rows = with_origin(Run.begun(_job(known)))
+    rows = with_origin(Run.begun(of_run(known)))
     if known.csv:
         print(csv_table(list(rows)), end="")
     else:
@@ -242,7 +266,7 @@ def metrics(known: Namespace) -> int:
 def report(known: Namespace) -> int:
     from actors.report_command import report
 
-    return report(_job(known), known.to, known.png)
+    return report(of_run(known, *KEEPS), known.to, known.png)
 
 
 def _journal_of(path: Path) -> list[Segment]:
@@ -272,7 +296,7 @@ def chaos(known: Namespace) -> int:
     from actors.run_commands import Absent, coordinator_of
     from elastic.sim.faults import Kind, draw, from_json
 
-    job = _job(known)
+    job = of_run(known)
     if unknown := [word for word in known.kinds or () if word not in {*Kind}]:
         raise JobError(f"--kinds: {unknown[0]!r} is no kind of fault; those that can be performed are {', '.join(sorted(PERFORMED))}")
     try:
@@ -335,40 +359,40 @@ def show_data(known: Namespace) -> int:
 def checkpoint_ls(known: Namespace) -> int:
     from actors.checkpoint_commands import ls
 
-    return ls(_job(known))
+    return ls(of_run(known, *KEEPS))
 
 
 def checkpoint_rm(known: Namespace) -> int:
     from actors.checkpoint_commands import rm
 
-    return rm(_job(known), known.step, known.force)
+    return rm(of_run(known), known.step, known.force)
 
 
 def checkpoint_gc(known: Namespace) -> int:
     from actors.checkpoint_commands import gc
 
-    return gc(_job(known), known.dry_run, known.force)
+    return gc(of_run(known, *KEEPS), known.dry_run, known.force)
 
 
 def checkpoint_show(known: Namespace) -> int:
     from actors.checkpoint_commands import show
 
-    return show(_job(known), known.step)
+    return show(of_run(known, *KEEPS), known.step)
 
 
 def checkpoint_diff(known: Namespace) -> int:
     from actors.checkpoint_commands import diff
 
-    return diff(_job(known), known.between, known.all, known.top)
+    return diff(of_run(known), known.between, known.all, known.top)
 
 
 def checkpoint_verify(known: Namespace) -> int:
     from actors.checkpoint_commands import verify
 
-    return verify(_job(known), known.step)
+    return verify(of_run(known), known.step)
 
 
 def checkpoint_export(known: Namespace) -> int:
     from actors.checkpoint_commands import export
 
-    return export(_job(known), known.step, known.to)
+    return export(of_run(known), known.step, known.to)

@@ -132,6 +132,7 @@ IMPORTS = {
             *("elastic.protocol.lineage", "elastic.runs.run", "storage.*", *NAMES),
         )
     ),
+    "elastic.runs.named": Row(("elastic.config.settings", "elastic.job", "elastic.runs.branches", "storage.objects", *NAMES)),
     "elastic.runs.restarts": Row(("elastic.control.*", "elastic.runs.run", *NAMES)),
     "elastic.runs.metrics": Row(
         (

@@ -1,0 +1,90 @@
+"""Finds the job of a run for a command that does not train it, from a job file that need not be in order.
+
+Such a command must work when it is needed most: while a run does what it should not, somebody has just edited its file, and `elastic stop`
+is typed.  So it reads the name and the bucket, and the few settings that it goes by.  If the file cannot be used as a whole, everything
+else is taken from the job that the run has stored.  Options of the command line are always read: who types one means it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from elastic.config.settings import merge, nearest, read_toml, section_of, source_of
+from elastic.errors import JobError
+from elastic.job import BEFORE, Job
+from elastic.runs import branches
+from storage.objects import ObjectStore
+
+PLACE = ("name", "bucket")
+"""The settings that say which run it is, and where."""
+
+
+def job_of_run(path: Path, options: Mapping[str, Any], reads: Collection[str] = ()) -> tuple[Job, list[str]]:
+    """Returns the job of ``path`` with ``options`` over it; if it is not valid, what the run has stored, and the sentences that say why.
+
+    ``reads`` are the settings that the command takes from the file even then, by their full names.  Raises :class:`JobError` for a file
+    that is not TOML, and for a mistake in the name, the bucket, ``reads`` or ``options``.
+    """
+    values = read_toml(path)
+    try:
+        return Job.load(path, options), []
+    except JobError as error:
+        problems = str(error).splitlines()
+    place = merge(_those(values, PLACE), _those(options, PLACE), path.name)
+    where = source_of(path.name, options)
+    named = Job(where, **place)
+    own = _own(values, reads)
+    *others, last = (merge(_over(stored, own, reads) | place, options, path.name) for stored in _stored(named))
+    for settings in others:
+        with suppress(JobError):
+            return Job(where, **settings), problems
+    return Job(where, **last), problems
+
+
+def _those(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def _own(values: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]:
+    """Returns the part of the file that the command reads.
+
+    A name that is no setting stays if it may be a misspelt one of them: who deletes by rules must not leave one out.
+    """
+    own = dict[str, Any]()
+    for section, names in _by_section(reads).items():
+        part, given = section_of(Job.model_fields[section].annotation), values.get(section, {})
+        assert part is not None, f"{section} is no section"
+        known = part.model_fields
+        own[section] = {name: each for name, each in given.items() if name in names or name not in known} if _table(given) else given
+    misspelt = [name for name in values if name not in Job.model_fields and {*nearest(name, [*own])} & own.keys()]
+    return own | _those(values, misspelt)
+
+
+def _over(stored: Mapping[str, Any], own: Mapping[str, Any], reads: Collection[str]) -> dict[str, Any]:
+    """Returns the stored settings, but what the command reads as ``own`` has it, or else its default."""
+    settings = {**stored}
+    for name, each in own.items():
+        left = {key: value for key, value in stored.get(name, {}).items() if key not in _by_section(reads).get(name, ())}
+        settings[name] = left | each if _table(each) else each
+    return settings
+
+
+def _by_section(reads: Collection[str]) -> dict[str, list[str]]:
+    found = dict[str, list[str]]()
+    for each in reads:
+        section, _, name = each.partition(".")
+        found.setdefault(section, []).append(name)
+    return found
+
+
+def _table(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _stored(named: Job) -> list[dict[str, Any]]:
+    """Returns the settings that the run has stored, and after them those without what may be invalid by now; no settings without a run."""
+    there = branches.stored(ObjectStore.open(named.bucket), named.name)
+    return [{}] if there is None else [BEFORE | there, named.begun_as(there).model_dump(mode="json")]

@@ -7,8 +7,9 @@ else is taken from the job that the run has stored.  Options of the command line
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,15 @@ def job_of_run(path: Path, options: Mapping[str, Any], reads: Collection[str] = 
     except JobError as error:
         problems = str(error).splitlines()
     place = merge(_those(values, PLACE), _those(options, PLACE), path.name)
-    where = source_of(path.name, options)
-    named = Job(where, **place)
+    job: Callable[..., Job] = Job
+    checked = partial(job, source_of(path.name, options))
+    named = checked(**place)
     own = _own(values, reads)
     *others, last = (merge(_over(stored, own, reads) | place, options, path.name) for stored in _stored(named))
     for settings in others:
         with suppress(JobError):
-            return Job(where, **settings), problems
-    return Job(where, **last), problems
+            return checked(**settings), problems
+    return checked(**last), problems
 
 
 def _those(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

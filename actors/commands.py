@@ -161,7 +161,8 @@ def evaluate(known: Namespace) -> int:
     from elastic.train.revisit import evaluate_here
 
     sys.path.insert(0, str(Path.cwd()))
-    version, found = evaluate_here(of_run(known, *DEVICE, *HELD_OUT), known.step, accept_code=known.accept_code)
+    job = of_run(known, *DEVICE, *HELD_OUT)
+    version, found = evaluate_here(job, known.step, accept_code=known.accept_code, tell=lambda each: say(each, "note: ", "yellow"))
     say(told_of(version.step, found))
     return 0
 

@@ -48,7 +48,7 @@ from elastic.train.counters import Counters
 from elastic.train.errands import check_samples
 from elastic.train.machine.device import need_of
 from elastic.train.model import AS_IT_IS_THERE, build_model, builder_of, bytes_of, misfit, tensors_of
-from elastic.train.session import build_of, make_session
+from elastic.train.session import build_of, make_session, unlike_held_out
 from elastic.train.step import Session
 from storage.checkpoints.reader import Reader
 from storage.errors import Unavailable
@@ -97,7 +97,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     with TemporaryDirectory() as folder:
         session = make_session(tried, Counters(Path(folder) / "counters", create=True), prefetch=0)
         build = build_of(session)
-        unread = [*_check_readers(tried, session), *_check_held_out(tried, session, build)]
+        unread = [*_check_readers(tried, session), *_check_held_out(tried, session)]
         session.close()
     check_rule(job, session.rule)
     _check_vocabulary(model, session.loader.dataset)
@@ -189,7 +189,7 @@ def _check_again(job: Job, model: nn.Module) -> None:
         )
 
 
-def _check_held_out(job: Job, session: Session, build: Build) -> list[str]:
+def _check_held_out(job: Job, session: Session) -> list[str]:
     """Compares a held-out batch with one that is trained on.  Returns a sentence if the samples are the same.
 
     Raises :class:`DataError` if it has other tensors, or other shapes for which blocks would be compiled.
@@ -205,9 +205,7 @@ def _check_held_out(job: Job, session: Session, build: Build) -> list[str]:
             f"validation.dataset: a batch has {_shapes(held_out)}, and one that is trained on has {_shapes(trained)}; make them alike, "
             f"since {why}"
         )
-    if build.held_out.startswith(f"{build.data}, "):
-        return ["validation.args: these are the samples that are trained on, so the loss on them says little; hold others out"]
-    return []
+    return unlike_held_out(session)
 
 
 def _shapes(batch: dict[str, tuple[list[int], torch.dtype]]) -> str:

@@ -33,27 +33,34 @@ from elastic.train.effects import Effects
 from elastic.train.faults import Faults
 from elastic.train.meter import Meter
 from elastic.train.model import State
-from elastic.train.session import held_out_of, make_session, prepare_process
+from elastic.train.session import held_out_of, make_session, prepare_process, unlike_held_out
 from elastic.train.step import Session, Step
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints
 
 
-def evaluate_here(job: Job, step: int | None = None, *, accept_code: bool = False) -> tuple[Version, Validated]:
+def evaluate_here(
+    job: Job, step: int | None = None, *, accept_code: bool = False, tell: Callable[[str], object] = lambda _: None
+) -> tuple[Version, Validated]:
     """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of ``[validation]``.
 
+    ``tell`` is called with a sentence if these are the samples that are trained on, as they are without ``[validation]``.
     Raises :class:`JobError`, also if it was made with other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes
     that changed.
     """
-    return validate_here(job, step, accept_code=accept_code)[:2]
+    return validate_here(job, step, accept_code=accept_code, tell=tell)[:2]
 
 
-def validate_here(job: Job, step: int | None = None, *, accept_code: bool = False) -> tuple[Version, Validated, str]:
+def validate_here(
+    job: Job, step: int | None = None, *, accept_code: bool = False, tell: Callable[[str], object] = lambda _: None
+) -> tuple[Version, Validated, str]:
     """Returns and raises as :func:`evaluate_here`, and returns what tells the samples from others besides."""
     run = Run.begun(job)
     asked = job.validation.model_copy(update={"every": max(job.validation.every, 1), "by": "members"})
     with _restored(run, job, run.job.replace(validation=asked), step, step, accept_code) as (session, state, fence):
         version = state.shard.version
+        for each in unlike_held_out(session):
+            tell(each)
         return version, validate(session, state, fence, version.step), held_out_of(session)
 
 
@@ -79,7 +86,11 @@ def rerun_here(job: Job, step: int, *, accept_code: bool = False) -> Again:
     """
     run = Run.begun(job)
     if not 1 <= step <= run.job.steps:
-        raise JobError(f"--step {step}: {run.job.name} has the steps 1 to {run.job.steps}")
+        newest = run.newest()
+        raise JobError(
+            f"--step {step}: {run.job.name} makes the steps 1 to {run.job.steps}, and its newest checkpoint is of step "
+            f"{newest.step if newest else 0}; name one that has a checkpoint of the step before it"
+        )
     its = run.job_of(step)
     watched = its.watch.model_copy(update={"every": 1})
     outcomes = list[Outcome]()

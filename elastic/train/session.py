@@ -362,6 +362,13 @@ def held_out_of(session: Session) -> str:
     return f"{_fingerprint(session.job, dataset, 'validation')}, {session.job.validation.samples or len(dataset)} samples"
 
 
+def unlike_held_out(session: Session) -> list[str]:
+    """Returns a sentence if the samples of the validation are those that are trained on."""
+    if not held_out_of(session).startswith(f"{_fingerprint(session.job, session.loader.dataset)}, "):
+        return []
+    return ["validation.args: these are the samples that are trained on, so the loss on them says little; hold others out"]
+
+
 def build_of(session: Session) -> Build:
     """Returns the build of this process: everything that must be the same for all members."""
     job, (major, minor, _) = session.job, platform.python_version_tuple()

@@ -159,3 +159,15 @@ def test_a_run_that_needs_an_option_of_its_start_is_found_without_it(
     assert main(["train", path, "--local", "--workers.spares", "1"]) == 0
     assert main(["status", path, "--once"]) == 0 == main(["evaluate", path])
     assert "workers.spares = 0: nobody would measure" in capsys.readouterr().err
+
+
+def test_evaluate_says_that_it_measures_what_was_trained_on(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It does so without `[validation]`, as `train` does with these samples.  The control: others, which are held out."""
+    path = write(tmp_path / "job.toml", asked(kept).replace(validation={}))
+    said = "note: validation.args: these are the samples that are trained on, so the loss on them says little; hold others out"
+    assert main(["evaluate", path]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith(f"{said} validation after step 4: loss ")
+    assert main(["evaluate", path, "--validation.every", "2", "--validation.args.samples", "50"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("validation after step 4: loss ") and said not in shown

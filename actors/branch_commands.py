@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from actors.checkpoint_commands import at_rest
 from actors.commands import of_run
 from actors.terminal import say
+from elastic.config.settings import option_of
 from elastic.config.values import place
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
+from elastic.job import Job
 from elastic.report.divergence import diverged_at
-from elastic.runs import resume
+from elastic.runs import branches, resume
 from elastic.runs.descent import Descent, family, runs_of, tree
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
@@ -37,7 +41,7 @@ def rollback(known: Namespace) -> int:
     if known.to != AUTO and not known.to.isdecimal():
         raise JobError(f"--to = {known.to!r} must be a step, or 'auto'")
     run, claim = at_rest(asked, known.force, "`elastic stop` stops it, and then it can be rolled back")
-    version = before_divergence(run) if known.to == AUTO else resume.checkpoint(run, known.to)
+    version = before_divergence(run) if known.to == AUTO else _at(run, known.to)
     optim = run.job.optim.model_copy(update={"lr": run.job.optim.lr * known.lr_scale})
     changed = Run.look(run.job.replace(optim=optim), branch=True)
     if changed.branches_at(version) is None:
@@ -49,20 +53,65 @@ def rollback(known: Namespace) -> int:
         raise PlatformGaveUp(
             f"another command has begun to train {asked.name} or a branch of it meanwhile; it is not rolled back"
         ) from None
-    words = [str(known.job), *known.line]
-    if known.lr_scale != 1:
-        words = [str(known.job), *_without(known.line, "--optim.lr"), "--optim.lr", repr(optim.lr)]
-    again = f" (write optim.lr = {optim.lr!r} into the job file, too)" if known.lr_scale != 1 else ""
-    say(f"`elastic train {shlex.join(words)}` goes on with it{again}")
+    say(_goes_on(known, Run.find(asked).job))
     return 0
 
 
-def _without(words: Sequence[str], option: str) -> list[str]:
-    """Returns the words of a command line without an option and its value."""
-    found = list[str]()
-    for at, word in enumerate(words):
-        if word != option and not word.startswith(f"{option}=") and (not at or words[at - 1] != option):
-            found.append(word)
+def _at(run: Run, step: str) -> Version:
+    """Returns the good checkpoint of a step.  Raises :class:`JobError` if there is none, and says which ones were abandoned."""
+    try:
+        return resume.checkpoint(run, step)
+    except JobError as error:
+        every = branches.every(run.store, run.job.name)
+        gone = sorted({each.version.step for each in run.checkpoints.versions() if each.good and branches.abandoned(every, each.version)})
+        also = f"; an earlier branch abandoned those of {', '.join(map(str, gone))}, and nothing goes on from them" if gone else ""
+        raise JobError(f"--to {step}: {error}{also}") from None
+
+
+def _goes_on(known: Namespace, branch: Job) -> str:
+    """Returns the sentence with the command that goes on with ``branch``.
+
+    It has options for what the job file and the line have otherwise, since `elastic train` would refuse that.
+    """
+    file, words = str(known.job), list(known.line)
+    try:
+        differs = _otherwise(Job.load(known.job, known.settings), branch)
+        for name, value in differs.items():
+            words = [*_without(words, name), option_of(name), *_words(value)]
+    except JobError:
+        return f"`elastic train {shlex.join([file, *known.line])}` goes on with it once {known.job.name} is mended and has its settings"
+    try:
+        left = _otherwise(Job.load(known.job, words), branch)
+    except JobError:
+        left = differs
+    if left:  # no option can say it
+        there = ", ".join(f"{name} left out" if value is None else f"{name} = {value!r}" for name, value in differs.items())
+        return f"`elastic train {shlex.join([file, *known.line])}` goes on with it once {known.job.name} has {there}"
+    again = ", ".join(f"{name} = {value!r}" for name, value in differs.items())
+    written = f" (write {again} into the job file, too)" if again else ""
+    return f"`elastic train {shlex.join([file, *words])}` goes on with it{written}"
+
+
+def _otherwise(job: Job, branch: Job) -> dict[str, Any]:
+    """Returns the settings of ``branch`` that ``job`` has otherwise, so that a run with that branch would not go on with ``job``."""
+    job = job.going_on(branch.model_dump(mode="json"))
+    found = {name: value for name, (_, value) in branches.changed(branch, job).items()}
+    return {name: value for name, value in found.items() if (name, job.global_batch) != ("global_batch", "all")}
+
+
+def _words(value: Any) -> list[str]:
+    """Returns the value of an option as it is typed."""
+    if isinstance(value, list):
+        return [word for each in value for word in _words(each)]
+    return [value if isinstance(value, str) else json.dumps(value)]
+
+
+def _without(words: Sequence[str], setting: str) -> list[str]:
+    """Returns the words of a command line without the options of a setting and their values."""
+    options, found, left = (option_of(setting), f"--no-{option_of(setting)[2:]}"), list[str](), False
+    for word in words:
+        left = word.partition("=")[0] in options if word.startswith("--") else left
+        found += [] if left else [word]
     return found
 
 
@@ -113,7 +162,8 @@ def _branch(one: dict[str, object]) -> str:
     changed = one["changed"]
     assert isinstance(changed, dict)
     what = ", ".join(f"{key} = {before!r} → {after!r}" for key, (before, after) in changed.items())
-    return f"branch {one['number']} from step {one['step']}: {what or 'the same settings'}"
+    left = branches.left(one)
+    return f"branch {one['number']} from step {one['step']}: {what or 'the same settings'}{f', abandons {left}' if left else ''}"
 
 
 def _age(seconds: float) -> str:

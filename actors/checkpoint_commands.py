@@ -13,7 +13,7 @@ from actors.terminal import console, say
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.runs import forks, retention
+from elastic.runs import branches, forks, retention
 from elastic.runs.run import Run
 from storage.checkpoints import EXPORTED, Manifest
 from storage.errors import Exists
@@ -138,8 +138,11 @@ def rm(job: Job, step: int, force: bool) -> int:
     if not found:
         raise JobError(f"--step {step}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those that it has")
     if max(found) >= newest:
-        where = "the newest good checkpoint, from which the run goes on" if newest in found else f"not older than that, step {newest.step}"
-        raise JobError(f"--step {step} is {where}; it stays until there is a newer one")
+        if newest in found:
+            raise JobError(f"--step {step} is the newest good checkpoint, from which the run goes on; it stays until there is a newer one")
+        raise JobError(
+            f"--step {step} is later than step {newest.step}, from which the run goes on; it stays until the run has saved a later step"
+        )
     needed = retention.needed(run)
     for version in needed.keys() & set(found):
         raise JobError(f"--step {step}: {needed[version]} goes on from there, so it stays")
@@ -168,7 +171,22 @@ def gc(job: Job, dry: bool, force: bool) -> int:
     number = len(found.marked) + len(found.due)
     rule = "" if job.keep().last else "; checkpoint.keep_last = 0 keeps all that are complete"
     say(f"{number} {'would be ' if dry else ''}deleted, {len(found.kept)} kept{rule}")
+    _tell_of_others(run, there, job.keep().last)
     return 0
+
+
+def _tell_of_others(run: Run, there: retention.Look, last: int) -> None:
+    """Says which checkpoints are neither kept by a rule nor deleted now, and what becomes of them."""
+    found, every = there.verdict, branches.every(run.store, run.job.name)
+    others = [each for each in there.listed if each.version not in {*found.kept, *found.marked, *found.due}]
+    gone = [each.version.step for each in others if branches.abandoned(every, each.version)]
+    if gone:
+        rest, good = ", and the others once the run has saved later steps", max(len(found.kept), 2)
+        fix = f"`elastic checkpoint gc` with --checkpoint.keep-last {good} deletes those before the newest good checkpoint{rest}"
+        then = "they go once the run has saved later steps" if last else f"nothing goes on from them; {fix}"
+        say(f"{len(gone)} more are of abandoned branches, of steps {min(gone)} to {max(gone)}: {then}")
+    if more := len(others) - len(gone):
+        say(f"{more} more are incomplete or damaged, or of steps that a fall-back has abandoned, and stay for now")
 
 
 def _release(run: Run, dry: bool, claim: int) -> None:

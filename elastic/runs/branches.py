@@ -123,16 +123,26 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
 
 
 def begin(
-    store: ObjectStore, job: Job, found: Job, version: Version, now: float, *, newest: int = 1, until: int = 0, claim: int = 0
+    store: ObjectStore,
+    job: Job,
+    found: Job,
+    version: Version,
+    now: float,
+    *,
+    newest: int = 1,
+    until: int = 0,
+    claim: int = 0,
+    made: Iterable[Version] = (),
 ) -> str:
     """Writes the branch after branch ``newest``, which goes on from ``version``, and returns the sentence that says so.
 
     ``found`` is the run's job.  What the generations up to ``until`` committed after it is abandoned.  ``claim`` is the newest claim of
-    the run until then.
+    the run until then, and ``made`` the newest versions that are known.
 
     Raises :class:`~storage.errors.Exists` if another command has begun it.
     """
     differs, number = changed(job, found), newest + 1
+    before = every(store, job.name)
     earlier = ended(found.stretches(), version.step)
     about = {
         "format": FORMAT if len(job.after(earlier).stretches()) > 1 else 1,
@@ -142,13 +152,23 @@ def begin(
         "generation": version.generation,
         "until": until,
         "claim": claim,
+        "reached": max((each.step for each in made if not abandoned(before, each)), default=version.step),
         "changed": {key: list(pair) for key, pair in differs.items()},
         "earlier": [each.to_json() for each in earlier],
         "job": json.loads(job.to_json()),
     }
     _documents(store, job.name).add(number, about)
     what = _shown(differs, " before and ", " now") or "its settings stay"
-    return f"branch {number} of {job.name} goes on from step {version.step}: {what}"
+    gone = f"; it abandons {told}" if (told := left(about)) else ""
+    return f"branch {number} of {job.name} goes on from step {version.step}: {what}{gone}"
+
+
+def left(branch: Mapping[str, Any]) -> str:
+    """Returns the steps that a branch has abandoned, in words, or "" if there are none or an older release began it."""
+    first, last = branch["step"] + 1, branch.get("reached", 0)
+    if last < first:
+        return ""
+    return f"1 step, {first}" if first == last else f"{last - first + 1} steps, {first} to {last}"
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

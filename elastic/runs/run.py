@@ -121,8 +121,9 @@ class Run:
         if there is None or version is None:
             return ""
         until, claim = self.standing(incarnation, 0.0).generation, incarnation - 1 if incarnation else self.latest_claim()
-        found, newest = self._begun_as(there), max(self._number, 1)
-        return branches.begin(self.store, self.job, found, version, now, newest=newest, until=until, claim=claim)
+        found, newest, last = self._begun_as(there), max(self._number, 1), self.last_recorded()
+        made = [each for each in (self.newest(), last and last.version) if each]
+        return branches.begin(self.store, self.job, found, version, now, newest=newest, until=until, claim=claim, made=made)
 
     def _begun_as(self, there: Branch) -> Job:
         return self.job.begun_as(there.job).after(there.earlier)

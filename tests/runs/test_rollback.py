@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from actors import branch_commands
 from actors.cli import main
 from elastic.ids import Version
 from elastic.plan.layout import Layout
-from elastic.runs import branches, forks
+from elastic.runs import branches, forks, resume
 from elastic.runs.forks import Origin
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
@@ -41,7 +43,7 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, caps
     assert main(["rollback", str(path), "--steps", "20", "--optim.lr", "30", "--to", "auto", "--lr-scale", "1e-4"]) == 0
     out = capsys.readouterr().out
     said = " ".join(out.split())
-    assert "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now" in said
+    assert "branch 3 of run goes on from step 12: optim.lr = 30.0 before and 0.003 now; it abandons 8 steps, 13 to 20" in said
     assert f"`elastic train {path} --steps 20 --optim.lr 0.003` goes on with it" in said
     assert main(["train", str(path), "--local", "--optim.lr", "0.003"]) == 0
     rows = {int(row["step"]): row for row in rows_of(run)}
@@ -51,7 +53,31 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, caps
     capsys.readouterr()
     assert main(["runs", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "run: step 20 of 20, Finished" in shown and "branch 3 from step 12: optim.lr = 30.0 → 0.003" in shown
+    assert "run: step 20 of 20, Finished" in shown and "branch 3 from step 12: optim.lr = 30.0 → 0.003, abandons 8 steps, 13 to 20" in shown
+    assert re.search(r"branch 2 from step 12: .*? → 20 ", shown), "the control: it went on from the newest step, and abandoned none"
+
+
+def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """G2: it has options for all in which the file and the line differ from the branch.  The control: without them `train` refuses.
+
+    What no option can say is named.
+    """
+    path = tmp_path / "job.toml"
+    path.write_text(to_toml(job_of(tmp_path / "bucket", steps=4)))
+    assert main(["train", str(path), "--local"]) == 0
+    other = ["--optim.lr", "0.02", "--optim.betas", "0.8", "0.9", "--reproducible", "--steps", "6"]
+    assert main(["train", str(path), "--local", "--branch", *other]) == 0
+    capsys.readouterr()
+    assert main(["rollback", str(path), "--steps", "5", "--to", "4"]) == 0
+    line = re.search("`elastic (train .*)` goes on with it", capsys.readouterr().out)
+    assert line is not None and "--optim.lr 0.02" in line[1] and "--steps 6" in line[1] and "--steps 5" not in line[1]
+    assert main(["train", str(path), "--local"]) == 1 and "optim.lr = 0.02 there and 0.01 here" in capsys.readouterr().out
+    assert main([*shlex.split(line[1]), "--local"]) == 0 and Run.find(job_of(tmp_path / "bucket")).job.optim.betas == (0.8, 0.9)
+    path.write_text(to_toml(job_of(tmp_path / "bucket", steps=6, optim={"lr": 0.02, "betas": [0.8, 0.9]}, data={"weights": [1.0]})))
+    capsys.readouterr()
+    assert main(["rollback", str(path), "--to", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"`elastic train {path}` goes on with it once job.toml has data.dataset = " in said and said.endswith("data.weights = []")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +98,42 @@ def test_a_roll_back_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert main(["rollback", str(path), *words]) == 1
     assert says in " ".join(capsys.readouterr().out.split())
     assert branches.every(run.store, "run") == []
+
+
+def test_what_was_abandoned_is_told_by_each_command_that_meets_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers of gc add up to what ls lists, and what it advises deletes the abandoned ones and no others.
+
+    The controls: before the roll-back nothing is abandoned, and `--resume STEP` says what it abandons, too.
+    """
+    path = tmp_path / "job.toml"
+    path.write_text(to_toml(job := job_of(tmp_path / "bucket", steps=8)))
+
+    def said(*words: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([str(path) if word == "JOB" else word for word in words]) == code
+        return " ".join(capsys.readouterr().out.split())
+
+    said("train", "JOB", "--local")
+    dry = ("checkpoint", "gc", "JOB", "--dry-run")
+    assert said(*dry) == "0 would be deleted, 4 kept; checkpoint.keep_last = 0 keeps all that are complete"
+    assert "goes on from step 0: its settings stay; it abandons 8 steps, 1 to 8" in said("rollback", "JOB", "--to", "0")
+    assert "--step 6 is later than step 0, from which the run goes on" in said("checkpoint", "rm", "JOB", "--step", "6", code=1)
+    assert "makes the steps 1 to 8, and its newest checkpoint is of step 0" in said("rerun", "JOB", "--step", "1000", code=1)
+    refused = said("rollback", "JOB", "--to", "7", code=1)
+    assert "--to 7: no good checkpoint at step 7" in refused and "abandoned those of 2, 4, 6, 8" in refused
+    said("train", "JOB", "--local")
+    assert "goes on from step 6: its settings stay; it abandons 2 steps, 7 to 8" in said("train", "JOB", "--local", "--resume", "6")
+    told = said(*dry)
+    run = Run.find(job)
+    good, there = [each.step for each in resume.saved(run)], len(run.checkpoints.versions())
+    numbers = [int(number) for number in re.findall(r"(\d+) (?:would be deleted|kept|more)", told)]
+    assert good == [2, 4, 6, 8] and numbers == [0, 4, 5] and sum(numbers) == there, told
+    assert (
+        "of abandoned branches, of steps 2 to 8: nothing goes on from them; `elastic checkpoint gc` with --checkpoint.keep-last 4" in told
+    )
+    said("checkpoint", "gc", "JOB", "--checkpoint.keep-last", "4")
+    assert [each.version.step for each in run.checkpoints.versions()] == good == [each.step for each in resume.saved(run)]
+    assert said(*dry) == "0 would be deleted, 4 kept; checkpoint.keep_last = 0 keeps all that are complete"
 
 
 def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

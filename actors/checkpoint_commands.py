@@ -179,14 +179,18 @@ def _tell_of_others(run: Run, there: retention.Look, last: int) -> None:
     """Says which checkpoints are neither kept by a rule nor deleted now, and what becomes of them."""
     found, every = there.verdict, branches.every(run.store, run.job.name)
     others = [each for each in there.listed if each.version not in {*found.kept, *found.marked, *found.due}]
-    gone = [each.version.step for each in others if branches.abandoned(every, each.version)]
+    left = [each.version for each in others if branches.abandoned(every, each.version)]
+    needed = retention.needed(run).keys() & {*left}
+    gone = [version.step for version in left if version not in needed]
     if gone:
         rest, good = ", and the others once the run has saved later steps", max(len(found.kept), 2)
         fix = f"`elastic checkpoint gc` with --checkpoint.keep-last {good} deletes those before the newest good checkpoint{rest}"
         then = "they go once the run has saved later steps" if last else f"nothing goes on from them; {fix}"
-        say(f"{len(gone)} more are of abandoned branches, of steps {min(gone)} to {max(gone)}: {then}")
-    if more := len(others) - len(gone):
-        say(f"{more} more are incomplete or damaged, or of steps that a fall-back has abandoned, and stay for now")
+        say(f"besides, {len(gone)} of abandoned branches, of steps {min(gone)} to {max(gone)}: {then}")
+    if needed:
+        say(f"besides, {len(needed)} of abandoned branches from which a later branch or a fork went on, so they stay")
+    if more := len(others) - len(left):
+        say(f"besides, {more} incomplete or damaged, or of steps that a fall-back has abandoned, which stay for now")
 
 
 def _release(run: Run, dry: bool, claim: int) -> None:

@@ -126,7 +126,7 @@ def test_what_was_abandoned_is_told_by_each_command_that_meets_it(tmp_path: Path
     told = said(*dry)
     run = Run.find(job)
     good, there = [each.step for each in resume.saved(run)], len(run.checkpoints.versions())
-    numbers = [int(number) for number in re.findall(r"(\d+) (?:would be deleted|kept|more)", told)]
+    numbers = [int(number) for number in re.findall(r"(\d+) (?:would be deleted|kept|of abandoned)", told)]
     assert good == [2, 4, 6, 8] and numbers == [0, 4, 5] and sum(numbers) == there, told
     assert (
         "of abandoned branches, of steps 2 to 8: nothing goes on from them; `elastic checkpoint gc` with --checkpoint.keep-last 4" in told
@@ -134,6 +134,10 @@ def test_what_was_abandoned_is_told_by_each_command_that_meets_it(tmp_path: Path
     said("checkpoint", "gc", "JOB", "--checkpoint.keep-last", "4")
     assert [each.version.step for each in run.checkpoints.versions()] == good == [each.step for each in resume.saved(run)]
     assert said(*dry) == "0 would be deleted, 4 kept; checkpoint.keep_last = 0 keeps all that are complete"
+    said("rollback", "JOB", "--to", "2")
+    told = said(*dry)
+    assert "0 would be deleted, 1 kept" in told and "besides, 2 of abandoned branches, of steps 4 to 8" in told
+    assert "besides, 1 of abandoned branches from which a later branch or a fork went on" in told, "step 6, of branch 3"
 
 
 def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from actors.terminal import console, say
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.report.page.words import counted
 from elastic.runs import branches, forks, retention
+from elastic.runs.quarantine import Held, held_in
 from elastic.runs.run import Run
 from storage.checkpoints import EXPORTED, Manifest
 from storage.errors import Exists
@@ -46,11 +48,17 @@ def ls(job: Job) -> int:
     return 0
 
 
-def show(job: Job, step: int | None) -> int:
-    """Prints what the checkpoint of ``step`` is, or the newest good one: its history, its files, and its tensors by kind."""
+def show(job: Job, step: int | None, quarantine: bool = False) -> int:
+    """Prints what the checkpoint of ``step`` is, or the newest good one: its history, its files, and its tensors by kind.
+
+    With ``quarantine`` it prints its samples in quarantine instead, oldest first.
+    """
     run = Run.begun(job)
     version = run.version_at(step)
     reader = run.checkpoints.open(version)
+    held = held_in(reader)
+    if quarantine:
+        return _show_held(version, held)
     kept = retention.look(run, job.keep()).verdict.kept
     manifest, about = reader.manifest, reader.manifest.about
     said = {
@@ -63,6 +71,8 @@ def show(job: Job, step: int | None) -> int:
         "files": f"{len(manifest.files)}, {sum(file.size for file in manifest.files):,} bytes, {reader.index.slices:,} slices",
         "kept by": ", ".join(kept.get(version, ())),
     }
+    if held is not None:
+        said["quarantine"] = counted(len(held), "sample") + ("; --quarantine lists them" if held else "")
     for name, text in said.items():
         say(text or "nothing", f"{name:<12}", "dim")
     table = Table("kind", "tensors", "elements", "bytes", "types")
@@ -75,6 +85,19 @@ def show(job: Job, step: int | None) -> int:
         types = ", ".join(sorted({tensor.dtype for tensor in tensors}))
         table.add_row(kind, f"{len(tensors):,}", f"{sum(whole.count for whole in wholes):,}", f"{size:,}", types)
     console.print(table)
+    return 0
+
+
+def _show_held(version: Version, held: Sequence[Held] | None) -> int:
+    if held is None:
+        say(f"{version} has no quarantine: its run had no spikes.action that keeps one ([spikes])")
+        return 0
+    say(f"samples in quarantine in {version}: {len(held)}")
+    if held:
+        table = Table("sample", "read last by step", "that step")
+        for each in held:
+            table.add_row(str(each.sample), str(each.step), "was applied without its microbatch" if each.applied else "was skipped")
+        console.print(table)
     return 0
 
 

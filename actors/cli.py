@@ -205,6 +205,7 @@ def _add_checkpoint(parsers: Any) -> None:
     for command in (rm, gc):
         command.add_argument("--force", action="store_true", help="do so even if it is not certain that the run does not live")
     show = _takes_job(parsers, "show", commands.checkpoint_show, "tell what a checkpoint is: files, tensors, layout, history")
+    show.add_argument("--quarantine", action="store_true", help="list its samples in quarantine ([spikes]) instead")
     diff = _takes_job(parsers, "diff", commands.checkpoint_diff, "tell how far each tensor has moved between two checkpoints")
     diff.add_argument("--between", type=int, nargs=2, metavar="STEP", required=True, help="steps of the two checkpoints")
     diff.add_argument("--all", action="store_true", help="compare moments and buffers, too")

@@ -378,7 +378,7 @@ def checkpoint_gc(known: Namespace) -> int:
 def checkpoint_show(known: Namespace) -> int:
     from actors.checkpoint_commands import show
 
-    return show(of_run(known, *KEEPS), known.step)
+    return show(of_run(known, *KEEPS), known.step, known.quarantine)
 
 
 def checkpoint_diff(known: Namespace) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from actors.terminal import say
 from elastic.errors import JobError
+from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.retention import Keep
 from elastic.report.page import page_of
@@ -21,8 +22,10 @@ from elastic.report.page.series import Columns
 from elastic.report.timeline import Timeline
 from elastic.runs import branches, owed, retention
 from elastic.runs.metrics import origin_rows, rows_of
+from elastic.runs.quarantine import held_in
 from elastic.runs.run import LOCAL, Run
 from storage import journal
+from storage.errors import StorageError
 
 SECRET = re.compile(r"^metrics\.sinks\.|(^|[._-])(key|token|secret|password|credentials?)$", re.IGNORECASE)
 """The names of settings whose values may be secrets; a page is handed around."""
@@ -70,8 +73,16 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
         branches=[_branch(each) for each in every],
         end="" if end is None else type(end).__name__,
         local=owner is not None and owner["address"] == LOCAL,
+        quarantine=_quarantine(run, found.newest),
         read_at=now,
     )
+
+
+def _quarantine(run: Run, newest: Version | None) -> int:
+    """Returns the number of samples in quarantine in the newest checkpoint; 0 if that cannot be read, which a page survives."""
+    with suppress(StorageError):
+        return len(held_in(run.checkpoints.open(newest)) or ()) if newest is not None else 0
+    return 0
 
 
 def _checkpoints(found: retention.Look) -> list[Checkpoint]:

@@ -20,8 +20,9 @@ AWAY = "Away"
 """The state in which the run is counted while no coordinator runs: it was stopped, it had failed, or its cluster was gone."""
 ENDED = ("Finished", "Stopped", "Failed")
 
-LOST, FORMED, COORDINATOR, SAVED, STARTED, BRANCH, SKIPPED = "lost", "formed", "coordinator", "saved", "started", "branch", "skipped"
-"""The kinds of moments.  The last two are not in the journal: the branches and the rows of metrics tell them."""
+LOST, FORMED, COORDINATOR, SAVED, STARTED, BRANCH = "lost", "formed", "coordinator", "saved", "started", "branch"
+SKIPPED, LEFT_OUT = "skipped", "left out"
+"""The kinds of moments.  The last three are not in the journal: the branches and the rows of metrics tell them."""
 
 
 @dataclass(frozen=True)

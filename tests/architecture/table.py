@@ -133,6 +133,7 @@ IMPORTS = {
         )
     ),
     "elastic.runs.named": Row(("elastic.config.settings", "elastic.job", "elastic.runs.branches", "storage.objects", *NAMES)),
+    "elastic.runs.quarantine": Row(("storage.checkpoints",)),
     "elastic.runs.restarts": Row(("elastic.control.*", "elastic.runs.run", *NAMES)),
     "elastic.runs.metrics": Row(
         (

@@ -8,10 +8,12 @@ Every list in a page is bounded, so a run of a month makes a page of a few hundr
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from elastic.report.page.model import Facts, Page, Share, Tile
 from elastic.report.page.plots import best_validation, charts_of, first, throughput, unit_of
+from elastic.report.page.series import GRADIENT, LOSS, SPIKE
 from elastic.report.page.spent import shares_of, shares_told, shares_useful
 from elastic.report.page.tables import tables_of
 from elastic.report.page.words import clipped, counted, duration, percent, shown, size_text, when
@@ -86,8 +88,20 @@ def _tiles(facts: Facts, shares: Sequence[Share]) -> list[Tile]:
         tiles.append(Tile("MFU", f"{100 * columns.last('mfu'):.1f} %", "model FLOPs utilisation of the last step"))
     if columns.known("peak_bytes"):
         tiles.append(Tile("Device memory", size_text(max(filter(math.isfinite, columns["peak_bytes"]))), "at most, on one device"))
-    if skipped := sum(value == 1 for value in columns["skipped"]):
-        tiles.append(Tile("Skipped steps", f"{skipped:,}", "their gradient was not finite"))
+    return [*tiles, *_tiles_of_bad_data(facts)]
+
+
+def _tiles_of_bad_data(facts: Facts) -> list[Tile]:
+    columns, tiles = facts.columns, list[Tile]()
+    if why := Counter(filter(None, map(columns.why_skipped, range(len(columns))))):
+        words = {SPIKE: ("spike", "spikes"), LOSS: ("loss not finite", "losses not finite")}
+        words[GRADIENT] = ("gradient not finite", "gradients not finite")
+        told = ", ".join(counted(why[each], *names) for each, names in words.items() if why[each])
+        tiles.append(Tile("Skipped steps", f"{why.total():,}", told))
+    if of_steps := [int(number) for number in columns["left_out"] if number > 0]:
+        tiles.append(Tile("Microbatches left out", f"{sum(of_steps):,}", f"in {counted(len(of_steps), 'step')}; all others counted"))
+    if facts.quarantine:
+        tiles.append(Tile("Samples in quarantine", f"{facts.quarantine:,}", "in the newest checkpoint; no step reads them"))
     return tiles
 
 

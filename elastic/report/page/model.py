@@ -52,6 +52,8 @@ class Facts:
     """True if one process trained it last, with ``--local``."""
     owed: str = ""
     """The exports and samples that are owed or were given up, in words; "" if there are none."""
+    quarantine: int = 0
+    """The number of samples that the newest checkpoint has in quarantine."""
     read_at: float = 0.0
 
     @property

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from elastic.report.page.model import Chart, Facts, Lane, Line, Mark
-from elastic.report.page.series import Bucket, Columns, buckets, sampled, smoothed
+from elastic.report.page.series import GRADIENT, LOSS, SPIKE, Bucket, Columns, buckets, sampled, smoothed
 from elastic.report.page.words import TEXT, clipped, counted, shown
-from elastic.report.timeline import BRANCH, COORDINATOR, ENDED, FORMED, LOST, SAVED, SKIPPED, STARTED, Moment
+from elastic.report.timeline import BRANCH, COORDINATOR, ENDED, FORMED, LEFT_OUT, LOST, SAVED, SKIPPED, STARTED, Moment
 
 MARKS = 240
 """Largest number of marks of a lane; moments closer together share one."""
@@ -20,12 +20,18 @@ AVERAGED, MOST_AVERAGED = 50, 500
 """A smooth line averages over one of so many parts of the steps, over no more than the second number, and over 10 of a short run."""
 
 
+TOLD_WHY = {SPIKE: "it was a spike", LOSS: "its loss was not finite", GRADIENT: "its gradient was not finite"}
+
+
 def _moments(facts: Facts) -> list[Moment]:
     """Returns all moments of the run, those of the journal and those that rows, branches and checkpoints tell, in order of their steps."""
     columns, found = facts.columns, list(facts.timeline.moments)
-    for step, at, skipped in zip(columns["step"], columns["time"], columns["skipped"], strict=True):
-        if skipped == 1:
-            found.append(Moment(at, int(step), SKIPPED, f"step {int(step)} was skipped: its gradient was not finite"))
+    for place, step in enumerate(columns["step"]):
+        at = columns["time"][place]
+        if why := columns.why_skipped(place):
+            found.append(Moment(at, int(step), SKIPPED, f"step {int(step)} was skipped: {TOLD_WHY[why]}"))
+        if (number := columns["left_out"][place]) > 0:
+            found.append(Moment(at, int(step), LEFT_OUT, f"step {int(step)} left out {counted(int(number), 'microbatch', 'microbatches')}"))
     for branch in facts.branches:
         text = "; ".join(
             f"{name} = {clipped(before)} before and {clipped(after)} now" for name, (before, after) in islice(branch.changed.items(), TOLD)
@@ -44,6 +50,7 @@ LANES = (
     ("World formed", "plain", (FORMED,)),
     ("Started again, branch", "accent", (STARTED, BRANCH)),
     ("Step skipped", "bad", (SKIPPED,)),
+    ("Microbatch left out", "bad", (LEFT_OUT,)),
     ("Checkpoint", "plain", (SAVED,)),
 )
 

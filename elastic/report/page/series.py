@@ -12,10 +12,13 @@ from typing import NamedTuple
 BUCKETS = 480
 """Largest number of buckets of a line: about one for two pixels of a wide screen."""
 COLUMNS = (
-    *("step", "time", "final", "loss", "norm", "lr", "tokens", "skipped", "world", "validation_loss"),
+    *("step", "time", "final", "loss", "norm", "lr", "tokens", "skipped", "left_out", "world", "validation_loss"),
     *("step_s", "tokens_per_s", "data_wait", "mfu", "peak_bytes"),
 )
 """The names of the numbers of a step that a report shows."""
+
+SPIKE, LOSS, GRADIENT = "spike", "loss", "gradient"
+"""The reasons why a step was skipped: it is a spike, or its loss, or only its gradient, is not finite."""
 
 
 class Bucket(NamedTuple):
@@ -50,6 +53,15 @@ class Columns:
     def last(self, name: str) -> float:
         """Returns the newest finite number of that name; NaN without any."""
         return next((value for value in reversed(self._columns[name]) if math.isfinite(value)), math.nan)
+
+    def why_skipped(self, place: int) -> str:
+        """Returns why the step in that place was skipped: SPIKE, LOSS or GRADIENT; "" if it was not.
+
+        A spike has a finite gradient, and what is not finite is never a spike.
+        """
+        if self["skipped"][place] != 1:
+            return ""
+        return SPIKE if math.isfinite(self["norm"][place]) else GRADIENT if math.isfinite(self["loss"][place]) else LOSS
 
     def time_of(self, step: int) -> float:
         """Returns the time of the last step that is not after ``step``; NaN without any."""

@@ -1,0 +1,126 @@
+"""Bad samples on a run's page, in `elastic checkpoint show`, in the rows and in `elastic status`: the true cause, and true numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.cli import main
+from actors.report_command import facts_of
+from elastic.engine.spikes import QUARANTINE, Spikes, tensors_of
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.report.page import page_of
+from elastic.report.page.html import html_of
+from elastic.runs.metrics import rows_of
+from elastic.runs.quarantine import NAME, held_in
+from elastic.runs.run import Run
+from tests.support.job_file import to_toml
+from tests.support.report_page import Read, read_page
+from tests.train.test_skips import local
+from tests.train.test_spikes import WINDOW, drawn_by, kept, spiky
+
+JUDGED = {"spikes": {"microbatch_z": 6.0}, "optim": {"lr": 0.002}}
+
+
+def ended(folder: Path, gains: dict[int, float], **changes: Any) -> tuple[Job, Run]:
+    """Returns a run that has ended, and its job, with what is in its bucket."""
+    job = spiky(folder / "bucket", gains, **changes)
+    local(job)
+    (folder / "job.toml").write_text(to_toml(job))
+    return job, Run.open(job)
+
+
+def page_in(run: Run) -> Read:
+    return read_page(html_of(page_of(facts_of(run, run.job.keep(), 0.0))))
+
+
+def lane(page: Read, name: str) -> list[str]:
+    return [text for each in page.data["loss"]["lanes"] if each["name"] == name for mark in each["marks"] for text in mark[2]]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main([*words]) == code
+    return " ".join(re.sub("[─━┃│┏┓┗┛┡┩└┘├┤┬┴┼╇╈╋]", " ", capsys.readouterr().out).split())
+
+
+def test_g1_l2_the_page_says_why_each_step_was_skipped(tmp_path: Path) -> None:
+    """G1, L2: a loss that is not finite, a spike, and (by hand) a gradient alone.  The control: a run of good samples has no such words."""
+    first = WINDOW + 2
+    (_, strange), (_, high) = (drawn_by(tmp_path, step, Layout(1, 1), 0) for step in (3, first))
+    _, run = ended(tmp_path, {strange: math.nan, high: 1e3})
+    page = page_in(run)
+    assert lane(page, "Step skipped") == ["step 3 was skipped: its loss was not finite", f"step {first} was skipped: it was a spike"]
+    assert page.tiles["Skipped steps"] == "2" and "1 spike, 1 loss not finite" in " ".join(page.texts["p"] + page.texts["div"])
+    assert page.tiles["Samples in quarantine"] == "4" and "Microbatches left out" not in page.tiles
+    columns = facts_of(run, run.job.keep(), 0.0).columns
+    columns["norm"][first - 1] = math.nan
+    assert columns.why_skipped(first - 1) == "gradient" and columns.why_skipped(0) == ""
+    good = page_in(ended(tmp_path / "good", {})[1]) if (tmp_path / "good").mkdir() is None else None
+    assert good is not None and not good.tiles.keys() & {"Skipped steps", "Samples in quarantine"} and not lane(good, "Step skipped")
+
+
+def test_g1_l2_the_page_has_what_was_left_out(tmp_path: Path) -> None:
+    """G1, L2: the numbers of the page are those of the rows; no step was skipped.  The control is the run above."""
+    first = WINDOW + 1
+    _, bad = drawn_by(tmp_path, first, Layout(1, 1), 0)
+    _, run = ended(tmp_path, {bad: 1.3}, **JUDGED)
+    rows = list(rows_of(run))
+    steps = [row["step"] for row in rows if row.get("left_out")]
+    assert steps and sum(row["skipped"] for row in rows) == 0
+    page = page_in(run)
+    assert page.tiles["Microbatches left out"] == str(sum(row.get("left_out", 0) for row in rows)) and "Skipped steps" not in page.tiles
+    assert lane(page, "Microbatch left out")[0] == f"step {steps[0]} left out 1 microbatch"
+    assert page.tiles["Samples in quarantine"] == str(sum(row.get("quarantined", 0) for row in rows))
+
+
+def test_g1_a_checkpoint_lists_its_samples_in_quarantine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """G1: the judge is the memory that the run itself reads by, made from the same checkpoint; the controls are runs that have none."""
+    (_, strange), (_, noisy) = (drawn_by(tmp_path, step, Layout(1, 1), 0) for step in (3, WINDOW + 4))
+    job, run = ended(tmp_path, {strange: math.nan, noisy: 1.3}, **JUDGED)
+    newest = run.newest()
+    assert newest is not None and NAME == QUARANTINE
+    memory = Spikes(job, {each.name: kept(job, newest, each.name) for each in tensors_of(job)})
+    held = held_in(run.checkpoints.open(newest))
+    assert held is not None and {each.sample: each.step for each in held} == memory.put_there()
+    assert {each.applied for each in held} == {True, False}
+    assert tuple(sorted({each.step for each in held if each.applied})) == memory.applied_all_the_same()
+    file = str(tmp_path / "job.toml")
+    assert f"quarantine {len(held)} samples; --quarantine lists them" in said(capsys, "checkpoint", "show", file)
+    words = said(capsys, "checkpoint", "show", file, "--quarantine")
+    assert f"samples in quarantine in {newest}: {len(held)}" in words
+    for each in held:
+        assert f"{each.sample} {each.step} was {'applied without its microbatch' if each.applied else 'skipped'}" in words
+    (tmp_path / "good").mkdir()
+    ended(tmp_path / "good", {})
+    assert "samples in quarantine in step 16 of generation 1: 0" in said(
+        capsys, "checkpoint", "show", str(tmp_path / "good" / "job.toml"), "--quarantine"
+    )
+    (tmp_path / "off").mkdir()
+    ended(tmp_path / "off", {}, spikes={"action": "none"}, steps=2)
+    assert "has no quarantine" in said(capsys, "checkpoint", "show", str(tmp_path / "off" / "job.toml"), "--quarantine")
+
+
+def test_samples_of_a_mixture_are_listed_by_their_ids(tmp_path: Path) -> None:
+    """The step of a row is negative in a weighted mixture: the list has the same samples and steps.  The control is the plain data set."""
+
+    class Kept:
+        def __init__(self, rows: torch.Tensor) -> None:
+            self.rows = rows
+
+        def tensors(self) -> Any:
+            return tensors_of(spiky(tmp_path, {}))
+
+        def read(self, wanted: Any) -> Any:
+            return [(wanted[0], bytearray(self.rows.numpy().tobytes()))]
+
+    rows = torch.zeros((10, 2), dtype=torch.int64)
+    rows[:3] = torch.tensor([[5, 3], [0, 4], [-1 - 7, 9]])
+    mixed = rows * torch.tensor([1, -1])
+    assert held_in(Kept(rows)) == held_in(Kept(mixed)) == [(5, 2, False), (0, 3, False), (7, 8, True)]  # type: ignore[arg-type]

@@ -434,7 +434,7 @@ def watch(coordinator: Any, show: Show, look: Look, driver: str, requests: Reque
         if view.incarnation != incarnation:
             seen, told, incarnation = 0, False, view.incarnation
         seen = view.told
-        for line in view.lines:
+        for line in lines_of(view):
             show(line)
         look(view)
         if view.over:
@@ -444,6 +444,11 @@ def watch(coordinator: Any, show: Show, look: Look, driver: str, requests: Reque
             if not told:
                 return view
         time.sleep(POLL_S)
+
+
+def lines_of(view: View) -> list[Line]:
+    """Returns the lines to show: without the sentence of the end, which is the reason of the :class:`Result`, and is shown with it."""
+    return [line for line in view.lines if not (view.over and isinstance(line, Sentence) and line.text == view.reason)]
 
 
 def _await_gone(name: str) -> None:

@@ -20,7 +20,7 @@ from actors.terminal import say, screen_for, show_result
 from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
-from elastic.runs import owed
+from elastic.runs import owed, skipped
 from elastic.runs.run import LOCAL, Run
 
 ANSWER_S = 15.0
@@ -77,7 +77,7 @@ class Absent:
         why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""
         known = run.standing(0, 0.0)
         newest = max(known.history.saved, default="none")
-        more = "".join(f"; {told}" for told in (known.skips.summary, owed.sentence(owed.debts(run))) if told)
+        more = "".join(f"; {told}" for told in (skipped.sentence(run, known.skips), owed.sentence(owed.debts(run))) if told)
         return cls(f"{job.name} is not running{unless}; newest good checkpoint: {newest}{how}{why}{more}", over, end)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,21 @@ import pytest
 import torch
 
 from actors.cli import main
+from actors.coordinator import View
+from actors.launch import lines_of
 from actors.report_command import facts_of
+from actors.run_commands import Absent
+from elastic.control.skips import Skips
 from elastic.engine.spikes import QUARANTINE, Spikes, tensors_of
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.page import page_of
 from elastic.report.page.html import html_of
+from elastic.report.story import Sentence
 from elastic.runs.metrics import rows_of
 from elastic.runs.quarantine import NAME, held_in
 from elastic.runs.run import Run
+from elastic.runs.skipped import skips_in
 from tests.support.job_file import to_toml
 from tests.support.report_page import Read, read_page
 from tests.train.test_skips import local
@@ -59,11 +66,30 @@ def test_g1_l2_the_page_says_why_each_step_was_skipped(tmp_path: Path) -> None:
     assert lane(page, "Step skipped") == ["step 3 was skipped: its loss was not finite", f"step {first} was skipped: it was a spike"]
     assert page.tiles["Skipped steps"] == "2" and "1 spike, 1 loss not finite" in " ".join(page.texts["p"] + page.texts["div"])
     assert page.tiles["Samples in quarantine"] == "4" and "Microbatches left out" not in page.tiles
+    assert not any("left_out" in row for row in rows_of(run)), "the job leaves none out"
+    told = f"2 steps were skipped, because no finite gradient came or it was a spike: 3, {first}; 4 samples are in quarantine"
+    assert Absent.of(run.job).said.endswith(f"it ended as Finished; {told}")
     columns = facts_of(run, run.job.keep(), 0.0).columns
     columns["norm"][first - 1] = math.nan
     assert columns.why_skipped(first - 1) == "gradient" and columns.why_skipped(0) == ""
-    good = page_in(ended(tmp_path / "good", {})[1]) if (tmp_path / "good").mkdir() is None else None
-    assert good is not None and not good.tiles.keys() & {"Skipped steps", "Samples in quarantine"} and not lane(good, "Step skipped")
+    (tmp_path / "good").mkdir()
+    good = page_in(ended(tmp_path / "good", {})[1])
+    assert not good.tiles.keys() & {"Skipped steps", "Samples in quarantine"} and not lane(good, "Step skipped")
+    assert Absent.of(spiky(tmp_path / "good" / "bucket", {})).said.endswith("it ended as Finished")
+
+
+def test_of_fp16_only_what_no_scale_changes_counts() -> None:
+    """The control is another precision."""
+    row: dict[str, Any] = {"step": 1, "skipped": 1, "norm": math.nan, "loss": 1.0}
+    assert [skips_in([row], fp16=fp16).total for fp16 in (True, False)] == [0, 1]
+    assert skips_in([{**row, "loss": math.nan}, {**row, "step": 2, "norm": 9.0}], fp16=True) == Skips(((1, 2),), spikes=(2,))
+
+
+def test_the_sentence_of_the_end_is_shown_once() -> None:
+    """The result has it.  The controls: a run that is not over, and the sentences before."""
+    lines = tuple(Sentence(1.0, text) for text in ("form generation 1", "finished at step 3; 1 step was skipped"))
+    view = View(**{**dict.fromkeys((each.name for each in fields(View)), 0), "over": True, "reason": lines[1].text, "lines": lines})
+    assert lines_of(view) == [lines[0]] and lines_of(replace(view, over=False)) == [*lines]
 
 
 def test_g1_l2_the_page_has_what_was_left_out(tmp_path: Path) -> None:
@@ -75,6 +101,9 @@ def test_g1_l2_the_page_has_what_was_left_out(tmp_path: Path) -> None:
     steps = [row["step"] for row in rows if row.get("left_out")]
     assert steps and sum(row["skipped"] for row in rows) == 0
     page = page_in(run)
+    assert all("left_out" in row for row in rows) and rows[0]["left_out"] == 0, "as skipped is 0"
+    number, of = sum(row["left_out"] for row in rows), f"{len(steps)} step{'s' * (len(steps) > 1)}"
+    assert f"; {number} microbatch{'es were' if number > 1 else ' was'} left out of {of}" in Absent.of(run.job).said
     assert page.tiles["Microbatches left out"] == str(sum(row.get("left_out", 0) for row in rows)) and "Skipped steps" not in page.tiles
     assert lane(page, "Microbatch left out")[0] == f"step {steps[0]} left out 1 microbatch"
     assert page.tiles["Samples in quarantine"] == str(sum(row.get("quarantined", 0) for row in rows))

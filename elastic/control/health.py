@@ -86,19 +86,17 @@ def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, li
 
 
 def _with_strange(health: Health, outcome: Outcome) -> tuple[Health, list[str]]:
+    """Returns the advice for a gradient that is not finite.  That the step is skipped, and its samples, say :mod:`skips` just before."""
     ((layer, norm),) = outcome.layer_norms.items()
     if math.isfinite(outcome.loss):
         key = f"not finite {layer}"
         sentence = (
-            f"the gradient of {layer} is not finite ({norm}) at step {outcome.step}, and no layer was so before it in the backward pass: "
-            f"the step changes no weights; look there for a division, a logarithm or an overflow"
+            f"the gradient of {layer} is the first one in the backward pass of step {outcome.step} that is not finite ({norm}): look there "
+            f"for a division, a logarithm or an overflow"
         )
     else:
         key = "not finite loss"
-        sentence = (
-            f"the loss is not finite ({outcome.loss}) at step {outcome.step}, so no gradient is: the step changes no weights; look at the "
-            f"samples of the step, and in the forward pass for a division, a logarithm or an overflow"
-        )
+        sentence = "look at these samples, and in the forward pass for a division, a logarithm or an overflow"
     return (health, []) if key in health.said else (replace(health, said=(*health.said, key)), [sentence])
 
 

@@ -80,7 +80,7 @@ class Skips:
         missing = tuple((sample, since) for sample, since in listed if sample not in known)
         for step in sorted({since for _, since in missing}.difference(applied)):
             if not any(first <= step <= last for first, last in found.stretches):
-                found = replace(found._with(step), spikes=tuple(sorted((*found.spikes, step)))[-KEPT:])
+                found = replace(found.with_step(step), spikes=tuple(sorted((*found.spikes, step)))[-KEPT:])
         whole = sorted((*self.quarantined, *missing), key=lambda pair: pair[1])
         return replace(found, quarantined=tuple(whole)) if missing else self
 
@@ -92,7 +92,8 @@ class Skips:
         found = replace(self.cut(step), resumed=step, failed="")
         return replace(found, quarantined=()) if forgets else found
 
-    def _with(self, step: int) -> Skips:
+    def with_step(self, step: int) -> Skips:
+        """Returns the skips with one more step, which was skipped."""
         joined = list[tuple[int, int]]()
         for first, last in sorted((*self.stretches, (step, step))):
             if joined and first <= joined[-1][1] + 1:
@@ -117,7 +118,7 @@ def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tupl
         parts = [f"is a spike: {_height(outcome, outcome.spike)}"] if outcome.spike else []
         parts += [f"leaves out {_bad(outcome, outcome.left_out)}"] if outcome.left_out else []
         return skips, f"step {outcome.step} {' and '.join(parts)}{apart}" if parts else ""
-    skips = skips._with(outcome.step)
+    skips = skips.with_step(outcome.step)
     if outcome.spike is not None:
         skips = replace(skips, spikes=(*skips.spikes, outcome.step)[-KEPT:])
     first, last = next(each for each in reversed(skips.stretches) if each[0] <= outcome.step <= each[1])

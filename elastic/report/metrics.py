@@ -40,8 +40,11 @@ def metrics(outcome: Outcome) -> Row:
     return {"loss": outcome.loss, "norm": outcome.norm, "tokens": float(outcome.tokens), **layers}
 
 
-def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, world: int = 0) -> Row:
-    """Returns the row of a step.  ``at`` is its wall-clock time, ``world`` the number of members (0: not known)."""
+def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, world: int = 0, *, leaves_out: bool = False) -> Row:
+    """Returns the row of a step.  ``at`` is its wall-clock time, ``world`` the number of members (0: not known).
+
+    ``leaves_out`` says that the job leaves out microbatches (``spikes.microbatch_z``), so that the row says how many, also if none.
+    """
     usage, speed = outcome.usage, Speed()
     speed.add(outcome, work)
     row = {"step": outcome.step, "generation": outcome.generation, "time": at, "skipped": int(not outcome.applies)}
@@ -51,7 +54,7 @@ def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, wor
     known |= {"tokens_per_s": sum(outcome.counts) / usage.step_s, "data_wait": usage.data_wait} if usage.step_s else {}
     known |= {"mfu": speed.mfu, "causal_mfu": speed.causal_mfu}
     row |= {name: value for name, value in known.items() if value or (name == "data_wait")}
-    row |= {"left_out": len(outcome.left_out)} if outcome.left_out else {}
+    row |= {"left_out": len(outcome.left_out)} if outcome.left_out or leaves_out else {}
     row |= {"quarantined": len(outcome.quarantined)} if outcome.quarantined else {}
     copied = {"copied_through": outcome.copied_through, "buddied_through": outcome.buddied_through}
     return row | {name: step for name, step in copied.items() if step >= 0}
@@ -69,11 +72,12 @@ def version_of(row: Row) -> Version:
 class Rows:
     """The rows of a run, from the segments of its journal, which are read piece by piece, in order.
 
-    ``lr`` returns the learning rate of a version, from what its commit told of it.
+    ``lr`` returns the learning rate of a version, from what its commit told of it, and ``leaves_out`` whether its job leaves out
+    microbatches.
     """
 
-    def __init__(self, lr: Callable[[Version, float | None], float]) -> None:
-        self._lr = lr
+    def __init__(self, lr: Callable[[Version, float | None], float], leaves_out: Callable[[Version], bool]) -> None:
+        self._lr, self._leaves_out = lr, leaves_out
         self._history: dict[str, Any] = {"lineage": [], "saved": [], "untold": []}
         """Fields of the history of the run after the last record that was read."""
         self._rows: dict[Version, Row] = {}
@@ -149,7 +153,7 @@ class Rows:
             version, world = Version(outcome.step, outcome.generation), self._worlds.get(outcome.generation, 0)
             if version not in self._rows:
                 event = {"event": self._events.pop(outcome.generation)} if outcome.generation in self._events else {}
-                row = row_of(record["at"], outcome, self._lr(version, outcome.lr), work, world)
+                row = row_of(record["at"], outcome, self._lr(version, outcome.lr), work, world, leaves_out=self._leaves_out(version))
                 self._rows[version] = row | event | dict(own.get(version, ()))
                 self._reason = ""
             if outcome.validated is not None:

@@ -167,10 +167,9 @@ def jobs(run: Run) -> Callable[[Version], Job]:
     return lambda version: next((job for since, job in later if version.generation > since), first)
 
 
-def rates(run: Run) -> Callable[[Version, float | None], float]:
-    """Returns the function that gives the learning rate of a version, by the branch of the run in which it was committed, from what its
-    commit told of it (:func:`rate_for_readers`)."""
-    job = jobs(run)
+def rates(job: Callable[[Version], Job]) -> Callable[[Version, float | None], float]:
+    """Returns the function that gives the learning rate of a version, by its job (:func:`jobs`), from what its commit told of it
+    (:func:`rate_for_readers`)."""
     return lambda version, told: rate_for_readers(job(version), version.step, told)
 
 
@@ -186,7 +185,8 @@ class Following:
 
     def __init__(self, run: Run) -> None:
         self.run, self.store, self.name = run, run.store, run.job.name
-        self.rows = Rows(rates(run))
+        job = jobs(run)
+        self.rows = Rows(rates(job), lambda version: job(version).spikes.microbatch_z > 0)
         self._places = places(self.store, self.name)
         self._next = max((place.record for place in self._places), default=0)
         self._begun: list[tuple[int, int]] = []

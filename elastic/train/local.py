@@ -245,16 +245,17 @@ class _Local:
     def _committed(self, outcome: Outcome, work: Work, metrics: Metrics) -> None:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
         at, lr = time.time(), rate_for_readers(self.session.job, outcome.step, outcome.lr)
-        self.rows.append(row_of(at, outcome, lr, work, 1) | dict(metrics))
+        self.rows.append(row_of(at, outcome, lr, work, 1, leaves_out=self.run.job.spikes.microbatch_z > 0) | dict(metrics))
         self.show_said()
         self.story.step(at, outcome, (WORKER,), lr, work)
         self.show(self.story.lines[-1])
         self.skips, said = note(self.skips, outcome, self.watched, ends=outcome.step == self.session.job.steps)
-        if said:
-            self.show_sentence(said)
         self.health, warnings = judge(self.health, outcome, self.watched)
-        for each in warnings:
-            self.show_sentence(each)
+        if outcome.finite:
+            for each in filter(None, (said, *warnings)):
+                self.show_sentence(each)
+        elif told := "; ".join(filter(None, (said, *warnings))):  # the warning is what to do about the step that is skipped
+            self.show_sentence(told)
 
     def _save(self, state: State, *, stops: bool = False) -> None:
         """Saves the state, and does what is owed, unless the run ``stops``: then it does that when it goes on."""

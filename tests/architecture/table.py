@@ -134,6 +134,12 @@ IMPORTS = {
     ),
     "elastic.runs.named": Row(("elastic.config.settings", "elastic.job", "elastic.runs.branches", "storage.objects", *NAMES)),
     "elastic.runs.quarantine": Row(("storage.checkpoints",)),
+    "elastic.runs.skipped": Row(
+        (
+            *("elastic.control.skips", "elastic.report.metrics", "elastic.runs.metrics", "elastic.runs.quarantine"),
+            *("elastic.runs.run", *NAMES),
+        )
+    ),
     "elastic.runs.restarts": Row(("elastic.control.*", "elastic.runs.run", *NAMES)),
     "elastic.runs.metrics": Row(
         (

@@ -89,9 +89,11 @@ def test_a_wild_step_does_not_move_what_is_usual() -> None:
 
 def test_a13_what_is_not_finite_is_named() -> None:
     (found,) = said([record(1), *(record(step, finite=False, layers_1=math.inf) for step in (2, 3))])
-    assert found[0] == 2 and found[1].startswith("the gradient of layers.1 is not finite (inf) at step 2, and no layer was so before it")
+    assert found[0] == 2 and found[1].startswith(
+        "the gradient of layers.1 is the first one in the backward pass of step 2 that is not finite"
+    )
     (found,) = said(record(step, finite=False, loss=math.nan, output=math.nan) for step in (2, 3))
-    assert found[0] == 2 and found[1].startswith("the loss is not finite (nan) at step 2, so no gradient is")
+    assert found[0] == 2 and found[1].startswith("look at these samples, and in the forward pass")
 
 
 def test_commits_without_layers_tell_nothing() -> None:

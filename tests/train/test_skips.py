@@ -102,7 +102,10 @@ def test_l3_a_run_without_ray_says_it_too(tmp_path: Path) -> None:
     """L3: the samples are those of the cursor.  The control, a finite run, says nothing."""
     said, error = local(toy_job(tmp_path, name="one", loss=f"{HERE}:one", steps=3))
     (skipped,) = [text for text in said if "is skipped" in text]
-    found = re.fullmatch(r"step 2 is skipped and changes no weights: the loss of microbatch 5 is nan \(samples (\d+), (\d+)\)", skipped)
+    cause, _, advice = skipped.partition("; ")
+    found = re.fullmatch(r"step 2 is skipped and changes no weights: the loss of microbatch 5 is nan \(samples (\d+), (\d+)\)", cause)
+    assert advice == "look at these samples, and in the forward pass for a division, a logarithm or an overflow"
+    assert [text for text in said if "not finite" in text or "overflow" in text] == [skipped], "one sentence for one fact"
     job = toy_job(tmp_path)
     expected = Cursor(64, job.global_batch, job.seed, job.data.sampling).microbatch_ids(2, 5, job.microbatch_size)
     assert found is not None and [int(each) for each in found.groups()] == [*expected]

@@ -1,0 +1,50 @@
+"""What a run at rest has skipped and left out, as its rows and its newest checkpoint say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import isfinite
+
+from elastic.control.skips import Skips
+from elastic.report.metrics import Row
+from elastic.runs.metrics import rows_of
+from elastic.runs.quarantine import held_in
+from elastic.runs.run import LOCAL, Run
+
+
+def sentence(run: Run, known: Skips) -> str:
+    """Returns the sentence about skipped steps, samples in quarantine and microbatches that were left out; "" if there is none.
+
+    ``known`` is what the journal says.  One process alone (``--local``) writes none, so its rows are counted.
+    """
+    owner = run.owner()
+    alone, leaves_out = owner is not None and owner["address"] == LOCAL, run.job.spikes.microbatch_z > 0
+    rows = list(map(_short, rows_of(run))) if alone or leaves_out else []
+    if alone:
+        known = skips_in(rows, fp16=run.job.precision == "fp16")
+        newest = run.newest()
+        held = held_in(run.checkpoints.open(newest)) if newest is not None else None
+        known = replace(known, quarantined=tuple((each.sample, each.step) for each in held or ()))
+    counts = [number for row in rows if (number := int(row.get("left_out", 0)))]
+    steps = f"{len(counts)} {'step' if len(counts) == 1 else 'steps'}"
+    were = "microbatch was" if sum(counts) == 1 else "microbatches were"
+    return "; ".join(filter(None, (known.summary, f"{sum(counts)} {were} left out of {steps}" if counts else "")))
+
+
+def skips_in(rows: Iterable[Row], *, fp16: bool) -> Skips:
+    """Returns the skips of a run with such rows.
+
+    A spike has a finite gradient.  With ``fp16`` a loss that is finite does not count, as while the run looks for the scale of its loss.
+    """
+    found = Skips()
+    for row in rows:
+        if row.get("skipped") == 1:
+            step, spike = int(row["step"]), isfinite(row["norm"])
+            if spike or not fp16 or not isfinite(row["loss"]):
+                found = replace(found.with_step(step), spikes=(*found.spikes, step) if spike else found.spikes)
+    return found
+
+
+def _short(row: Row) -> Row:
+    return {name: row[name] for name in ("step", "skipped", "left_out", "norm", "loss") if name in row}

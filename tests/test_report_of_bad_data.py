@@ -13,7 +13,7 @@ import torch
 
 from actors.cli import main
 from actors.coordinator import View
-from actors.launch import lines_of
+from actors.launch import launch, lines_of
 from actors.report_command import facts_of
 from actors.run_commands import Absent
 from elastic.control.skips import Skips
@@ -22,7 +22,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.page import page_of
 from elastic.report.page.html import html_of
-from elastic.report.story import Sentence
+from elastic.report.story import Line, Sentence
 from elastic.runs.metrics import rows_of
 from elastic.runs.quarantine import NAME, held_in
 from elastic.runs.run import Run
@@ -134,6 +134,20 @@ def test_g1_a_checkpoint_lists_its_samples_in_quarantine(tmp_path: Path, capsys:
     (tmp_path / "off").mkdir()
     ended(tmp_path / "off", {}, spikes={"action": "none"}, steps=2)
     assert "has no quarantine" in said(capsys, "checkpoint", "show", str(tmp_path / "off" / "job.toml"), "--quarantine")
+
+
+def test_a_branch_that_forgets_says_how_many_samples_are_read_again(tmp_path: Path) -> None:
+    """The number is that of the checkpoint.  The controls: a branch that keeps them out, and the branch once it has begun."""
+    _, strange = drawn_by(tmp_path, 3, Layout(1, 1), 0)
+    for action, number in (("skip", 0), ("forget", 1)):
+        job, run = ended(tmp_path, {strange: math.nan}, steps=4, name=action)
+        lines, told = list[Line](), f"spikes.action = 'forget': what {run.newest()} has in quarantine is read again, 2 samples"
+        words: dict[str, Any] = {"local": True, "show": lines.append}
+        later = job.replace(steps=5, spikes={"action": action, "window": WINDOW})
+        launch(later, branch=True, **words)
+        assert [told in line.text for line in lines if isinstance(line, Sentence)].count(True) == number
+        launch(later.replace(steps=6), again=True, branch=True, **words)
+        assert [told in line.text for line in lines if isinstance(line, Sentence)].count(True) == number
 
 
 def test_samples_of_a_mixture_are_listed_by_their_ids(tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ class Spikes(Part):
     samples of the microbatches that cause one never again, nor those of a microbatch whose loss is not finite; other samples take their
     places, of the same part of a mixture with ``data.weights``.  At most 10,000 samples, and half of the data and of each such part, may be
     in quarantine.  ``warn`` and ``skip`` keep out what is there, and a run that has some refuses ``none``.  ``forget`` is ``none``, and
-    reads them again.
+    reads them again.  With ``warn``, ``none`` and ``forget`` ``microbatch_z`` is 0.
     """
     z: Branch[Annotated[Number, Field(gt=0)]] = 6.0
     """Score above which a step is a spike."""

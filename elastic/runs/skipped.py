@@ -1,4 +1,4 @@
-"""What a run at rest has skipped and left out, as its rows and its newest checkpoint say."""
+"""The sentence about the steps that a run at rest has skipped and what it left out, from its rows and its newest checkpoint."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         notes.append(f"profile = {job.profile!r}: world rank 0 writes its profile to {run.store.full_name(f'{job.name}/profiles')}")
     sources, lasting = sources_of(job.code()), [tensor for tensor in tensors if tensor not in session.rule.kept]
     if start is not None and start.origin is not None:
-        _check_origin(start, start.origin, lasting, run.store, build)
+        notes += _check_origin(start, start.origin, lasting, run.store, build)
         if not job.init:
             origin = Run(job.replace(name=start.origin.run), run.store)
             origin.check_code_of(start.origin.version, sources, accept=accept_code or start.origin.version.step >= job.steps)
@@ -129,8 +129,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         notes += _initialising(job, model)
     else:
         at = start.at if start is not None and start.at is not None else newest
-        if at.step:
-            _check_quarantine(job, run.checkpoints.open(at), at)
+        notes += _quarantined(job, run.checkpoints.open(at), at) if at.step else []
         if why := misfit(job, lasting, run.checkpoints.open(newest).tensors(), newest):
             raise ModelError(why)
         notes += filter(None, [_check_code(run, sources, start, newest, accept_code)])
@@ -141,29 +140,39 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     return Checked(build, [*notes, *_forming(job, state_bytes), *_updating(job, state_bytes)], sources)
 
 
-def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> None:
-    """Raises :class:`JobError` unless the checkpoint of another run fits the model and, if the run goes on from it, the samples."""
+def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> list[str]:
+    """Returns what is to be said of the checkpoint of another run.
+
+    Raises :class:`JobError` unless it fits the model and, if the run goes on from it, the samples.
+    """
     reader, weights = forks.checkpoints(store, origin.run).open(origin.version), bool(start.job.init)
     wanted = [each for each in tensors if not weights or each.kind in WEIGHTS]
     if why := misfit(start.job, wanted, reader.tensors(), origin.version, AS_IT_IS_THERE):
         raise JobError(f"{start.setting}: {why}")
-    if not weights:
-        _check_quarantine(start.job, reader, origin.version)
-        try:
-            Run(start.job.replace(name=origin.run), store).check_data(build.data)
-        except JobError as error:
-            raise JobError(f"{start.setting}: {error}") from None
+    if weights:
+        return []
+    notes = _quarantined(start.job, reader, origin.version)
+    try:
+        Run(start.job.replace(name=origin.run), store).check_data(build.data)
+    except JobError as error:
+        raise JobError(f"{start.setting}: {error}") from None
+    return notes
 
 
-def _check_quarantine(job: Job, reader: Reader, version: Version) -> None:
-    """Raises :class:`JobError` if a job that has turned spikes off would read again what is in quarantine at ``version``."""
-    tensors = [each for each in reader.tensors() if each.name == QUARANTINE] if job.spikes.action == "none" else []
-    if number := sum(number_in(data) for tensor in tensors for _, data in reader.read([tensor.whole()])):
-        samples = f"{number} sample{'s' * (number > 1)}"
+def _quarantined(job: Job, reader: Reader, version: Version) -> list[str]:
+    """Returns what is to be said of the samples in quarantine at ``version``.
+
+    Raises :class:`JobError` if a job that has turned spikes off would read them again, unasked.
+    """
+    tensors = [each for each in reader.tensors() if each.name == QUARANTINE] if job.spikes.off else []
+    number = sum(number_in(data) for tensor in tensors for _, data in reader.read([tensor.whole()]))
+    samples = f"{number} sample{'s' * (number > 1)}"
+    if number and job.spikes.action == "none":
         raise JobError(
             f"spikes.action = 'none' would read again what {version} has in quarantine, {samples}; set it to 'warn', "
             f"which keeps them out and changes nothing else, or to 'forget', which reads them again"
         )
+    return [f"spikes.action = 'forget': what {version} has in quarantine is read again, {samples}"] if number else []
 
 
 def _check_layers(job: Job, model: nn.Module) -> None:

@@ -329,8 +329,8 @@ class Coordinator:
         """
         if driver:
             self.audience.hear(driver, time.monotonic(), only=only)
-        state = self.state
         told, lines = self.story.since(seen if incarnation in (0, self.incarnation) else 0)
+        state = self.state  # after the lines: with the last of them the run has ended
         return View(
             state=type(state.state).__name__,
             reason=self.reason,

@@ -29,6 +29,7 @@ from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Line, Sentence
+from elastic.report.timeline import ENDED
 from elastic.runs import restarts
 from elastic.runs.branches import flat
 from elastic.runs.resume import LATEST, Start, start_of
@@ -448,7 +449,7 @@ def watch(coordinator: Any, show: Show, look: Look, driver: str, requests: Reque
 
 def lines_of(view: View) -> list[Line]:
     """Returns the lines to show: without the sentence of the end, which is the reason of the :class:`Result`, and is shown with it."""
-    return [line for line in view.lines if not (view.over and isinstance(line, Sentence) and line.text == view.reason)]
+    return [line for line in view.lines if not (view.state in ENDED and isinstance(line, Sentence) and line.text == view.reason)]
 
 
 def _await_gone(name: str) -> None:

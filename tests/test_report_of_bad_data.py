@@ -88,8 +88,8 @@ def test_of_fp16_only_what_no_scale_changes_counts() -> None:
 def test_the_sentence_of_the_end_is_shown_once() -> None:
     """The result has it.  The controls: a run that is not over, and the sentences before."""
     lines = tuple(Sentence(1.0, text) for text in ("form generation 1", "finished at step 3; 1 step was skipped"))
-    view = View(**{**dict.fromkeys((each.name for each in fields(View)), 0), "over": True, "reason": lines[1].text, "lines": lines})
-    assert lines_of(view) == [lines[0]] and lines_of(replace(view, over=False)) == [*lines]
+    view = View(**{**dict.fromkeys((each.name for each in fields(View)), 0), "state": "Finished", "reason": lines[1].text, "lines": lines})
+    assert lines_of(view) == [lines[0]] and lines_of(replace(view, state="Finishing")) == [*lines]
 
 
 def test_g1_l2_the_page_has_what_was_left_out(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from elastic.errors import FINISHED, STOPPED, ClusterGone, CoordinatorGone, JobE
 from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
-from elastic.report.story import Line, Sentence
+from elastic.report.story import Ending, Line, Sentence
 from elastic.report.timeline import ENDED
 from elastic.runs import restarts
 from elastic.runs.branches import flat
@@ -448,8 +448,9 @@ def watch(coordinator: Any, show: Show, look: Look, driver: str, requests: Reque
 
 
 def lines_of(view: View) -> list[Line]:
-    """Returns the lines to show: without the sentence of the end, which is the reason of the :class:`Result`, and is shown with it."""
-    return [line for line in view.lines if not (view.state in ENDED and isinstance(line, Sentence) and line.text == view.reason)]
+    """Returns the lines to show.  The sentence of the end, which is the reason of the :class:`Result`, is an :class:`Ending`."""
+    ends = view.state in ENDED
+    return [Ending(line.at, line.text) if ends and type(line) is Sentence and line.text == view.reason else line for line in view.lines]
 
 
 def _await_gone(name: str) -> None:

@@ -22,7 +22,7 @@ from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.report.progress import Progress, spell
 from elastic.report.speed import LEAST_MFU
-from elastic.report.story import Line, StepLine
+from elastic.report.story import Ending, Line, StepLine
 
 if TYPE_CHECKING:
     from actors.coordinator import View
@@ -171,7 +171,7 @@ class Screen:
         if isinstance(line, StepLine):
             self.progress.add(line)
             self._step, self._stepped_at = line, self._clock()
-        if self.quiet:
+        if self.quiet or isinstance(line, Ending):
             return
         if not isinstance(line, StepLine):
             say(line.text, f"{_clock_of(line)} ", "dim")

@@ -16,6 +16,7 @@ from actors.coordinator import View
 from actors.launch import launch, lines_of
 from actors.report_command import facts_of
 from actors.run_commands import Absent
+from actors.terminal import Screen
 from elastic.control.skips import Skips
 from elastic.engine.spikes import QUARANTINE, Spikes, tensors_of
 from elastic.job import Job
@@ -85,11 +86,16 @@ def test_of_fp16_only_what_no_scale_changes_counts() -> None:
     assert skips_in([{**row, "loss": math.nan}, {**row, "step": 2, "norm": 9.0}], fp16=True) == Skips(((1, 2),), spikes=(2,))
 
 
-def test_the_sentence_of_the_end_is_shown_once() -> None:
+def test_the_sentence_of_the_end_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The result has it.  The controls: a run that is not over, and the sentences before."""
     lines = tuple(Sentence(1.0, text) for text in ("form generation 1", "finished at step 3; 1 step was skipped"))
     view = View(**{**dict.fromkeys((each.name for each in fields(View)), 0), "state": "Finished", "reason": lines[1].text, "lines": lines})
-    assert lines_of(view) == [lines[0]] and lines_of(replace(view, state="Finishing")) == [*lines]
+    for each, shown in ((view, lines[:1]), (replace(view, state="Finishing"), lines)):
+        for line in lines_of(each):
+            Screen().show(line)
+        assert [text in said for said in [capsys.readouterr().out] for text in (line.text for line in lines)] == [
+            line in shown for line in lines
+        ]
 
 
 def test_g1_l2_the_page_has_what_was_left_out(tmp_path: Path) -> None:

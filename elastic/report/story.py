@@ -23,6 +23,11 @@ class Sentence:
 
 
 @dataclass(frozen=True)
+class Ending(Sentence):
+    """The sentence with which a run ends.  The result says it, too, so a screen leaves it out."""
+
+
+@dataclass(frozen=True)
 class Scored(Sentence):
     """The sentence about a validation: the state after ``step`` loses ``loss`` on held-out samples, as a mean over their terms."""
 

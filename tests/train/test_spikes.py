@@ -267,7 +267,8 @@ def test_g3_the_run_says_what_is_in_quarantine(tmp_path: Path) -> None:
     _, sample = drawn_by(tmp_path, 3, Layout(1, 1), 0)
     said, error = local(spiky(tmp_path / "one", {sample: math.nan}, steps=4))
     (skipped,) = [text for text in said if "is skipped" in text]
-    assert skipped.startswith("step 3 is skipped") and skipped.endswith(" are in quarantine from now on") and str(sample) in skipped
+    assert skipped.startswith("step 3 is skipped") and " are in quarantine from now on; look at these samples" in skipped
+    assert str(sample) in skipped
     ended = "1 step was skipped, because no finite gradient came: 3; 2 samples are in quarantine"
     assert said[-1] == f"all 4 steps are done; {ended}" and not error
     said, _ = local(spiky(tmp_path / "two", {sample: math.nan}, steps=4, spikes={"action": "skip"}))

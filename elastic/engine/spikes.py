@@ -46,11 +46,6 @@ def tensors_of(job: Job) -> tuple[Tensor, ...]:
     return (*found, Tensor(HEIGHTS, "scalar", "F64", (NEWEST, 2))) if job.spikes.microbatch_z else found
 
 
-def number_in(quarantine: bytearray | memoryview) -> int:
-    """Returns the number of samples in quarantine by the bytes of that tensor."""
-    return sum(step != 0 for step in memoryview(quarantine).cast("B").cast("q")[1::2])
-
-
 class _Known(NamedTuple):
     """The values in the tensors: the past, the heights of microbatches, the samples in quarantine, those of them that are replaced by
     samples of any source, and those whose step was applied.

@@ -25,7 +25,6 @@ from elastic.engine.optim.trial import check_rule
 from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table
 from elastic.engine.precision import PRECISIONS
-from elastic.engine.spikes import QUARANTINE, number_in
 from elastic.errors import DataError, JobError, ModelError
 from elastic.ids import Version
 from elastic.imports import failure
@@ -37,6 +36,7 @@ from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.runs import forks
 from elastic.runs.forks import Origin
+from elastic.runs.quarantine import held_in
 from elastic.runs.resume import Start
 from elastic.runs.run import Run
 from elastic.sinks.port import check_sink
@@ -164,8 +164,7 @@ def _quarantined(job: Job, reader: Reader, version: Version) -> list[str]:
 
     Raises :class:`JobError` if a job that has turned spikes off would read them again, unasked.
     """
-    tensors = [each for each in reader.tensors() if each.name == QUARANTINE] if job.spikes.off else []
-    number = sum(number_in(data) for tensor in tensors for _, data in reader.read([tensor.whole()]))
+    number = len(held_in(reader) or ()) if job.spikes.off else 0
     samples = f"{number} sample{'s' * (number > 1)}"
     if number and job.spikes.action == "none":
         raise JobError(

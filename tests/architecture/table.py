@@ -220,6 +220,7 @@ IMPORTS = {
                 "elastic.runs.asked",
                 "elastic.runs.metrics",
                 "elastic.runs.owed",
+                "elastic.runs.quarantine",
                 "elastic.runs.resume",
             ),
             *("elastic.runs.retention", "elastic.sinks.port", "elastic.sources", "elastic.kernels.attention", *NAMES),

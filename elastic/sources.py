@@ -13,6 +13,7 @@ The second one is compared only within one version of Python, because each versi
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import platform
 import sys
@@ -20,6 +21,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import distributions
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any
@@ -112,11 +114,40 @@ def _users(name: str) -> ModuleSpec | None:
     if top in PACKAGES or top in sys.stdlib_module_names:
         return None
     spec = _spec_of(top)
+    if spec is not None and spec.origin is not None and _is_users(spec) and top in _distributed(_folder_of(spec)):
+        return None
     for part in (f"{top}.{rest[:end]}" for end in _ends(rest)):
         if spec is None or not spec.submodule_search_locations or not _is_users(spec):
             return None
-        spec = PathFinder.find_spec(part, spec.submodule_search_locations)
+        spec = _within(part, spec.submodule_search_locations)
     return spec if spec is not None and _is_users(spec) else None
+
+
+def _folder_of(spec: ModuleSpec) -> str:
+    """Returns the folder that a module at the top was found in."""
+    file = Path(str(spec.origin))
+    return str(file.parent.parent if spec.submodule_search_locations is not None else file.parent)
+
+
+@functools.lru_cache
+def _distributed(folder: str) -> frozenset[str]:
+    """Returns the names that installers put into a folder, as ``pip install --target`` does into one of any name.
+
+    What an installer puts somewhere has a list of its files, which a project that is worked on (``*.egg-info``) has not.
+    """
+    files = (file for each in distributions(path=[folder]) if each.read_text("RECORD") for file in each.files or ())
+    return frozenset(file.parts[0].removesuffix(".py") for file in files)
+
+
+def _within(name: str, places: Iterable[str]) -> ModuleSpec | None:
+    """Returns the spec of a module in the folders of its package, which need not be imported."""
+    try:
+        return PathFinder.find_spec(name, [*places])
+    except KeyError:  # a folder without __init__.py: importlib follows the path of its package, and looks for that among imported ones
+        spec = ModuleSpec(name, None, is_package=True)
+        folders = [Path(place, name.rpartition(".")[2]) for place in places]
+        spec.submodule_search_locations = [str(folder) for folder in folders if folder.is_dir()]
+        return spec
 
 
 def _ends(rest: str) -> list[int]:

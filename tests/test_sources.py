@@ -160,6 +160,28 @@ def test_l10_the_files_are_those_that_the_job_names_and_what_they_import(code: P
 
 
 @pytest.mark.fast
+def test_l10_folders_without_init_below_a_package_count_though_nothing_is_imported(code: Path) -> None:
+    """L10: importlib looks for the path of the package among imported modules, and raises KeyError."""
+    (code / "mine/plain").mkdir()
+    (code / "mine/plain/loss.py").write_text("from mine import layers\n")
+    assert "mine" not in sys.modules
+    assert {"mine/plain/loss.py", "mine/layers.py"} <= {*sources_of(["mine.plain.loss:loss"]).files}
+    assert not sources_of(["mine.absent.loss:loss"]).files.keys() - {"mine/__init__.py"}
+
+
+def test_l10_what_an_installer_put_into_any_folder_is_no_code_of_the_user(code: Path) -> None:
+    """L10: as ``pip install --target`` does.  The control: the same files beside the list of a project that is worked on are the user's."""
+    assert "mine/model.py" in sources_of(["mine.model:build"]).files
+    for kind, users in (("egg-info", True), ("dist-info", False)):
+        info = code / f"mine-1.0.{kind}"
+        info.mkdir()
+        (info / {"egg-info": "PKG-INFO", "dist-info": "METADATA"}[kind]).write_text("Name: mine\nVersion: 1.0\n")
+        (info / {"egg-info": "SOURCES.txt", "dist-info": "RECORD"}[kind]).write_text("mine/__init__.py,,\nmine/model.py,,\n")
+        sources._distributed.cache_clear()
+        assert ("mine/model.py" in sources_of(["mine.model:build"]).files) == users, kind
+    sources._distributed.cache_clear()
+
+
 def test_l10_a_package_that_imports_by_computed_names_counts_whole(code: Path) -> None:
     """L10: nobody can read from ``import_module(name)`` which files it takes."""
     edit(code / "mine/model.py", "from torch import nn", "from importlib import import_module\nfrom torch import nn")

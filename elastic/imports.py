@@ -1,14 +1,17 @@
-"""Loads code by name.  On every node ``pkg.module:name`` is found, or an error says in a sentence why it is not."""
+"""Loads code by name.  On every node ``pkg.module:name`` is found, or an error says in a sentence why it is not, or which of its
+arguments it does not have."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import importlib
+import inspect
 import os
+import re
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,6 +99,51 @@ def failure(error: Exception) -> str:
     users = [frame for frame in others if not _is_ours(frame)]
     frame = next((found[-1] for found in (users, others, frames) if found), None)
     return _what(error) if frame is None else f"{_what(error)} (in {frame.filename}, line {frame.lineno})"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns the end of a sentence that names the one of ``known`` that is spelt most like ``word``; "" if none is near."""
+    lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(word.lower(), lower, 1)
+    return f"; did you mean {str(lower[near[0]])!r}?" if near else ""
+
+
+def unknown_argument(setting: str, named: str, code: Callable[..., Any], args: Mapping[str, Any], error: Exception) -> str:
+    """Returns the sentence for an argument that ``code`` does not have, if that is why ``code(**args)`` raised ``error``; else "".
+
+    ``setting`` holds the arguments, and ``named`` is the setting that names the code, with its value.  An argument that the code hands on
+    to a function of its own is looked for there.
+    """
+    said = re.match(r"(?:([\w.<>]+)\(\) )?(?:got an unexpected keyword argument '(\w+)'|takes no arguments)", str(error))
+    if said is None or not isinstance(error, TypeError) or (name := said[2] or next(iter(args), "")) not in args:
+        return ""
+    own = getattr(code, "__qualname__", "")
+    other = None if said[1] in (own, f"{own}.__init__") else _in_frame(error, said[1] or "")
+    takes = [name for each in (code, other) if each is not None for name in _arguments_of(each)]
+    there = f"it takes {', '.join(dict.fromkeys(takes)) or 'none'}"
+    meant = did_you_mean(name, takes)
+    return f"{setting}.{name} = {args[name]!r}: {named} has no argument {name!r}; {there}{meant}"
+
+
+def _arguments_of(code: Callable[..., Any]) -> list[str]:
+    """Returns the names of the arguments that ``code`` takes by name."""
+    try:
+        found = inspect.signature(code).parameters.values()
+    except (TypeError, ValueError):  # code of C has none
+        return []
+    return [each.name for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+
+
+def _in_frame(error: Exception, path: str) -> Callable[..., Any] | None:
+    """Returns the class or function that the innermost frame of ``error`` knows by ``path``, as ``Net.__init__``."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    first, *rest = path.removesuffix(".__init__").split(".")
+    found = None if last is None else {**last.tb_frame.f_globals, **last.tb_frame.f_locals}.get(first)
+    for name in rest:
+        found = getattr(found, name, None)
+    return found if callable(found) else None
 
 
 def users_traceback(error: BaseException) -> str:

@@ -31,15 +31,12 @@ def disagreements(job: Job) -> Iterator[str]:
             f"activations = {job.activations!r} cannot reach what recompute = {job.recompute!r} keeps; set recompute to 'none', "
             f"'attention' or 'block', or leave activations out"
         )
-    if not job.validation.every and (set_ := [name for name in ("samples", "dataset", "args") if getattr(job.validation, name)]):
-        value = getattr(job.validation, set_[0])
-        yield f"validation.{set_[0]} = {value!r} has no effect without validation.every; name a number of steps there"
     if job.data.group_by_length and job.compile and job.reproducible:
         yield (
             "data.group_by_length = true with compile = true and reproducible = true: what is compiled for a length depends on which "
             "lengths a process has seen before; leave one of the three out"
         )
-    for more in (_schedule, _ramp, _weights, _attention, _owed, _spikes):
+    for more in (_validation, _schedule, _ramp, _weights, _attention, _owed, _spikes):
         yield from more(job)
     yield from _unused(job.optim)
     if job.parallel.zero == 0 and (job.parallel.dp_shard not in (1, "auto") or job.parallel.min_shard > 1):
@@ -76,6 +73,16 @@ def disagreements(job: Job) -> Iterator[str]:
         job.layout_rule().check(job.workers.min, job.workers.max)
     except ValueError as error:
         yield str(error)
+
+
+def _validation(job: Job) -> Iterator[str]:
+    """Yields a sentence for a setting of a validation that there is not."""
+    set_ = [name for name in ("samples", "dataset", "args") if getattr(job.validation, name)]
+    if not job.validation.every and set_:
+        yield (
+            f"validation.every = 0 measures nothing, so validation.{set_[0]} = {getattr(job.validation, set_[0])!r} has no effect; set "
+            f"validation.every to a number of steps, or leave validation.{set_[0]} out"
+        )
 
 
 def _kept(job: Job) -> Iterator[str]:
@@ -118,7 +125,10 @@ def _owed(job: Job) -> Iterator[str]:
         yield f"samples.every = {samples.every} without samples.prompts: there is nothing to continue; give some texts there"
     defaults = {name: each.default for name, each in type(samples).model_fields.items()}
     if not samples.every and (set_ := [name for name, default in defaults.items() if getattr(samples, name) != default]):
-        yield f"samples.{set_[0]} = {getattr(samples, set_[0])!r} has no effect without samples.every; name a number of steps there"
+        yield (
+            f"samples.every = 0 writes nothing, so samples.{set_[0]} = {getattr(samples, set_[0])!r} has no effect; set samples.every to a "
+            f"number of steps, or leave samples.{set_[0]} out"
+        )
 
 
 def _gathers_blocks(job: Job) -> bool:

@@ -2,24 +2,33 @@
 
 argparse does the work.  The options, their groups, help and defaults come from the declarations in ``elastic/job.py``.  This file adds what
 argparse lacks: clear sentences for a line that cannot be read, options for the keys of free tables (``--model-args.dim``), and values that
-are read as in TOML (``3``, ``true``, ``[0.9, 0.95]``) or else as text, so that users need not quote twice.
+are read as in TOML (``3``, ``true``, ``[0.9, 0.95]``), lists and tables also as in JSON, or else as text, so that users need not quote
+twice.  One word for a list is a list of one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from elastic.config.describe import default_of, kinds_of, meaning_of
 from elastic.config.settings import COMMAND_LINE, Model, annotation_of, leaves, unknown
 from elastic.errors import JobError
+from elastic.imports import did_you_mean
 
+_REQUIRED = "the following arguments are required: "
+"""The words with which argparse says what is missing."""
+KINDS = {"int": "whole number", "float": "number"}
+"""The names of types for users."""
+EXAMPLES = {"job": "job.toml", "step": "400", "to": "folder", "source": "texts", "destination": "tokens", "dataset": "tokens"}
+"""Words of an example, by the argument or the kind of value in whose place they are."""
 FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 NUMBER = re.compile(r"^-\.?\d")
 """A word that begins like this is a negative number, not an option.  argparse itself does not know ``-1e-3``."""
@@ -79,6 +88,39 @@ class Parser(argparse.ArgumentParser):
         elif rest:
             raise JobError(f"{COMMAND_LINE}: {self._refusal(self._model, _as_typed((unread or rest)[0], args))}")
         return known, []
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the command with exit code 2 and one sentence, in place of argparse's usage."""
+        said = self._said(message)
+        more = f"; write `{self._example()}`" if "needs" in said else ""
+        self.exit(2, f"{self.prog}: {said}{more} (`{self.prog} --help` tells more)\n")
+
+    def _said(self, message: str) -> str:
+        """Returns what argparse says, in plain words."""
+        if message.startswith(_REQUIRED):
+            names = message.removeprefix(_REQUIRED).split(", ")
+            about = {name: action.help for action in self._actions for name in action.option_strings}
+            return f"it needs {' and '.join(f'{name} ({about[name]})' if name in about else name for name in names)}"
+        if found := re.match(r"argument (\S+): invalid choice: '(.*?)'", message):
+            known = [name for action in self._actions for name in action.choices or ()]
+            return f"there is no {found[1]} {found[2]!r}; there are {', '.join(known)}{did_you_mean(found[2], known)}"
+        if found := re.match(r"argument (\S+): invalid (\w+) value: (.*)", message):
+            return f"{found[1]} = {found[3]} must be a {KINDS.get(found[2], found[2])}"
+        if found := re.match(r"argument (\S+): expected (.*)", message):
+            return f"{found[1]} needs {found[2].replace('argument', 'value')}"
+        return message
+
+    def _example(self) -> str:
+        """Returns a line with all that the command needs."""
+        words = [self.prog]
+        for action in self._actions:
+            name = str(action.metavar or action.dest)
+            word = next(iter(action.choices), name) if action.choices else EXAMPLES.get(name.lower(), name)
+            if action.option_strings and action.required:
+                words += [action.option_strings[0], *[word] * (action.nargs if isinstance(action.nargs, int) else 1)]
+            elif not action.option_strings and action.required:
+                words.append(word)
+        return " ".join(words)
 
     def own_options(self) -> list[str]:
         """Returns the options that are not settings."""
@@ -140,6 +182,8 @@ class _Setting(argparse.Action):
         words = [word for word in (values if isinstance(values, list) else [values]) if isinstance(word, str)]
         read = words if self.annotation is str else [_read(word, self.annotation) for word in words]
         value = self.const if not read else read[0] if len(read) == 1 else read
+        if get_origin(self.annotation) is tuple and not isinstance(value, list) and not _is_misread(value, self.annotation):
+            value = [value]
         namespace.settings = namespace.settings | {self.dest: value}
         namespace.line = [*namespace.line, option_string, *words]
 
@@ -173,8 +217,16 @@ def _read(text: str, annotation: Any) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """Returns the value as TOML reads it, or else the text itself."""
+    """Returns the value as TOML reads it, or a list or a table as JSON has it, or else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
+        with suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads(text), list | dict):
+                return value
         return text
+
+
+def _is_misread(value: Any, annotation: Any) -> bool:
+    """Returns whether the value of a list is a text that was meant as several values, and could not be read as such."""
+    return isinstance(value, str) and (str not in get_args(annotation) or f"{value.strip()[:1]}{value.strip()[-1:]}" in ("[]", "()"))

@@ -5,22 +5,25 @@ The settings are declared in ``elastic/job.py``.  Everything here follows from t
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from elastic.errors import JobError
+from elastic.imports import did_you_mean
 
 Model = type[BaseModel]
 Where = Callable[[str, str], str]
 """Returns the source of a setting, or (for "") of those that a sentence names: the name of a file, the command line, or both."""
 COMMAND_LINE = "command line"
+SAVE_AS_UTF8 = "save it as UTF-8 (in an editor: Save As, encoding UTF-8; in PowerShell: Out-File -Encoding utf8)"
 ELSEWHERE = {
     "learning_rate": ("optim.lr",),
     "batch_size": ("global_batch", "microbatch"),
@@ -33,13 +36,31 @@ ELSEWHERE = {
 def read_toml(path: Path) -> dict[str, Any]:
     """Returns the values of the file, unchecked.  Raises :class:`JobError` if it cannot be read or is not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(_text(path.name, path.read_bytes()))
     except FileNotFoundError:
         raise JobError(f"there is no job file {str(path)!r} (looked for {path.absolute()}); give the path of a TOML file") from None
     except OSError as error:
         raise JobError(f"the job file {str(path)!r} cannot be read: {error.strerror}; give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise JobError(f"{path.name} is not valid TOML: {error}; mend that line (`elastic train --help` lists the settings)") from None
+
+
+def _text(name: str, data: bytes) -> str:
+    """Returns the text of a file that is UTF-8, or UTF-16 as editors and PowerShell of Windows write it.
+
+    Raises :class:`JobError` for bytes that are neither.
+    """
+    code = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    try:
+        if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+            raise JobError(f"{name} is text in UTF-32, and TOML is UTF-8; {SAVE_AS_UTF8}")
+        return data.decode(code).replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        what = f"line {number} has the byte {data[error.start]:#04x}, which may be a letter of Latin-1"
+        if b"\0" in data:
+            what = "it has zero bytes, as UTF-16 without its mark at the beginning has, or a file that is no text"
+        raise JobError(f"{name} is not text in UTF-8: {what}; {SAVE_AS_UTF8}") from None
 
 
 def merge(values: dict[str, Any], options: Mapping[str, Any], file: str) -> dict[str, Any]:
@@ -60,7 +81,7 @@ def merge(values: dict[str, Any], options: Mapping[str, Any], file: str) -> dict
 
 def sentences(error: ValidationError, model: Model, where: Where) -> list[str]:
     """Returns one sentence for each setting that is wrong, in the order of the settings."""
-    found: dict[str, tuple[Any, list[str]]] = {}
+    found, meant = dict[str, list[str]](), dict[str, str]()
     for problem in error.errors(include_url=False):
         setting = _setting(model, problem["loc"])
         if problem["type"] == "missing" and setting.endswith("]"):  # a list has too few values
@@ -72,9 +93,11 @@ def sentences(error: ValidationError, model: Model, where: Where) -> list[str]:
             text = _expected(problem)
         else:
             text = f"{setting} = {problem['input']!r} {_expected(problem)}" if problem["type"] != "missing" else _missing(setting)
-        said = found.setdefault(setting, (problem["input"], []))[1]
-        said.append(text)
-    return [f"{where(setting, line)}: {line}" for setting, (_, said) in found.items() for line in _joined(said)]
+        found.setdefault(setting, []).append(text)
+        if setting and isinstance(problem["input"], str):
+            meant.setdefault(setting, did_you_mean(problem["input"], words_of(annotation_of(model, setting.partition("[")[0]))))
+    told = [(setting, line, where(setting, line)) for setting, said in found.items() for line in _joined(said)]
+    return [f"{origin}: {line}{meant.get(setting, '')}{_form(setting, model, origin)}" for setting, line, origin in told]
 
 
 def source_of(file: str, options: Iterable[str]) -> Where:
@@ -86,12 +109,25 @@ def source_of(file: str, options: Iterable[str]) -> Where:
         return exact or [name for name in options if "." in name and re.search(rf"(?<![\w.]){re.escape(name.partition('.')[0])}[.]", line)]
 
     def where(setting: str, line: str) -> str:
-        if setting:
-            return COMMAND_LINE if setting.partition("[")[0] in options else file
-        given = " and ".join(map(option_of, named(line)))
+        name = setting.partition("[")[0]
+        inside = [each for each in options if name and each.startswith(f"{name}.")]
+        if name and not inside:
+            return COMMAND_LINE if any(f"{name}.".startswith(f"{each}.") for each in options) else file
+        given = " and ".join(map(option_of, inside or named(line)))
         return f"{file} with {given}" if given else file
 
     return where
+
+
+def located(text: str, model: Model, where: Where) -> str:
+    """Returns ``text`` with the source of the setting before each line that begins with one, as ``model = 'a:b': …`` does."""
+
+    def told(line: str) -> str:
+        found = re.match(r"([a-z_]\w*(?:\.\w+)*)(?:\[\d+\])?[\w.\[\]]*(?: = |: | has )", line)
+        known = found is not None and annotation_of(model, found[1]) is not None and section_of(annotation_of(model, found[1])) is None
+        return f"{where(found[1], line)}: {line}" if found is not None and known else line
+
+    return "\n".join(map(told, text.splitlines()))
 
 
 def unknown(setting: str, model: Model, typed: str = "", also: Iterable[str] = ()) -> str:
@@ -198,6 +234,28 @@ def _setting(model: Model, loc: tuple[int | str, ...]) -> str:
             return name + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in loc[depth + 1 :: 2])
         part = part_of(annotation)
     return name
+
+
+def words_of(annotation: Any) -> Iterator[str]:
+    """Yields the fixed words that a setting of this type takes."""
+    if get_origin(annotation) is Literal:
+        yield from (each for each in get_args(annotation) if isinstance(each, str))
+    elif get_origin(annotation) is not dict:
+        for each in get_args(annotation):
+            yield from words_of(each)
+
+
+def _form(setting: str, model: Model, origin: str) -> str:
+    """Returns the end of a sentence that shows how a list or a table is written on the command line, if ``setting`` is one and is there."""
+    if origin != COMMAND_LINE or "[" in setting or annotation_of(model, setting) is None:
+        return ""
+    option, annotation = option_of(setting), annotation_of(model, setting)
+    if get_origin(annotation) is tuple and part_of(annotation) is not None:
+        return f"; write {option} '[{{ key = value }}]'"
+    if get_origin(annotation) is tuple:
+        one, two = ('"one"', '"two"') if str in get_args(annotation) else ("1", "2")
+        return f"; write {option} {one} {two}, or {option} '[{one}, {two}]'"
+    return f"; write {option} '{{ key = value }}', or {option}.key value" if _is_table(annotation) else ""
 
 
 def _is_table(annotation: Any) -> bool:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, WrapValidator
 from pydantic.fields import FieldInfo
 
 from elastic.errors import CodeError
-from elastic.imports import split
+from elastic.imports import did_you_mean, split
 from elastic.objects import MAIN, Given, named
 from storage.objects.urls import folder_of
 
@@ -127,9 +127,18 @@ def _number(value: object) -> object:
 
 def checkpoint_word(text: str) -> str:
     """Returns ``text``, which names a checkpoint as :func:`checkpoint_of` reads it, or nothing."""
-    if text:
-        checkpoint_of(text)
+    try:
+        if text:
+            checkpoint_of(text)
+    except ValueError as error:
+        raise ValueError(f"{error}{checkpoint_meant(text)}") from None
     return text
+
+
+def checkpoint_meant(text: str) -> str:
+    """Returns the end of a sentence about ``text``, which is no ``run@word``, that names the one that was probably meant; or ""."""
+    run, at, _ = text.partition("@")
+    return did_you_mean(text, [f"{run}@latest", f"{run}@best"] if run and at else ["latest"])
 
 
 def checkpoint_of(text: str) -> tuple[str, str]:
@@ -211,7 +220,7 @@ def fault_word(vocabulary: Literal["OWN_KINDS", "Point"]) -> Callable[[str], str
 
         known = list(getattr(faults, vocabulary))
         if word not in known:
-            raise ValueError(f"must be one of {', '.join(known)}")
+            raise ValueError(f"must be one of {', '.join(known)}{did_you_mean(word, known)}")
         return word
 
     return check

@@ -17,7 +17,7 @@ import torch
 
 from elastic.data.loader import Batch, Dataset, Ids
 from elastic.errors import DataError
-from elastic.imports import load
+from elastic.imports import load, unknown_argument
 
 PART = {"dataset": "elastic.data.tokens:TokenDataset", "args": {}}
 """Settings of a part, with the values that it has without them."""
@@ -92,10 +92,15 @@ def _opened(number: int, part: object) -> Dataset:
         hint = "; weights are in data.weights, a number for each part" if isinstance(part, Mapping) and "weight" in part else ""
         raise DataError(f"data.args.parts[{number}] {what}; a part is a table with {' and '.join(PART)}{hint}")
     kind, args = (part.get(name, value) for name, value in PART.items())
+    named = f"data.args.parts[{number}]"
     try:
-        made: Dataset = load(kind, f"data.args.parts[{number}].dataset")(**args)
+        made: Dataset = (code := load(kind, f"{named}.dataset"))(**args)
     except DataError as error:
-        raise DataError(f"data.args.parts[{number}]: {error}") from error
+        raise DataError(f"{named}: {error}") from error
+    except TypeError as error:
+        if unknown := unknown_argument(f"{named}.args", f"{named}.dataset = {kind!r}", code, args, error):
+            raise DataError(unknown) from error
+        raise
     if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(made, name, None))]:
         raise DataError(f"data.args.parts[{number}].dataset = {kind!r} has no {missing[0]}()")
     return made

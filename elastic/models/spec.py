@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,5 +20,6 @@ def with_preset(preset: str | None, presets: Mapping[str, Mapping[str, Any]], ar
     if preset is None:
         return {**args}
     if preset not in presets:
-        raise ValueError(f"preset = {preset!r} must be one of {', '.join(presets)}")
+        near = difflib.get_close_matches(preset, presets, 1)
+        raise ValueError(f"preset = {preset!r} must be one of {', '.join(presets)}{f'; did you mean {near[0]!r}?' if near else ''}")
     return {**presets[preset], **args}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.config.values import checkpoint_of, same_checkpoint
+from elastic.config.values import checkpoint_meant, checkpoint_of, same_checkpoint
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
@@ -70,7 +70,7 @@ def start_of(job: Job, resume: str | int = LATEST) -> Start:
     try:
         name, which = checkpoint_of(word)
     except ValueError as error:
-        raise JobError(f"--resume = {word!r} {error}, or be 'latest', or a step of this run") from None
+        raise JobError(f"--resume = {word!r} {error}, or be 'latest', or a step of this run{checkpoint_meant(word)}") from None
     if name == job.name:
         return _older(job, Run.begun(job), which)
     if there is not None:

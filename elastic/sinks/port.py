@@ -12,7 +12,6 @@ proved to be damaged after they were handed on.  ``elastic metrics`` prints thos
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import pkgutil
@@ -24,7 +23,7 @@ from typing import Any, Protocol
 
 from elastic import sinks
 from elastic.errors import CodeError
-from elastic.imports import PACKAGES, load
+from elastic.imports import PACKAGES, did_you_mean, load
 from elastic.report.metrics import Row
 from storage.errors import Exists, Missing
 from storage.objects import ObjectStore
@@ -109,9 +108,8 @@ def sink_class(name: str) -> Callable[..., Sink]:
         return found
     known = sorted(module.name for module in pkgutil.iter_modules(sinks.__path__) if module.name != "port")
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}, and your own as 'package.module:Class'"
-        raise CodeError(f"metrics.sinks has no {name!r}; {hint}")
+        hint = f"there are {', '.join(known)}, and your own as 'package.module:Class'"
+        raise CodeError(f"metrics.sinks has no {name!r}; {hint}{did_you_mean(name, known)}")
     try:
         tracker: Callable[..., Sink] = load(f"{sinks.__name__}.{name}:Tracker", "metrics.sinks")
     except CodeError as error:
@@ -136,7 +134,9 @@ def check_sink(name: str, args: Mapping[str, Any]) -> None:
         signature.bind(None, **args)
     except TypeError as error:
         takes = ", ".join(str(each) for each in list(signature.parameters.values())[1:]) or "no arguments"
-        raise CodeError(f"metrics.sinks.{name} = {dict(args)!r}: {error}; it takes {takes}") from None
+        unknown = next((each for each in args if each not in signature.parameters), "")
+        meant = did_you_mean(unknown, [*signature.parameters][1:])
+        raise CodeError(f"metrics.sinks.{name} = {dict(args)!r}: {error}; it takes {takes}{meant}") from None
 
 
 def make_sink(run: TrackedRun, name: str, args: Mapping[str, Any]) -> Sink:

@@ -23,7 +23,7 @@ from elastic.engine.spikes import Spikes
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
 from elastic.ids import Cell
-from elastic.imports import failure, load
+from elastic.imports import failure, load, unknown_argument
 from elastic.job import Job
 from elastic.plan.placement import cell_of, held
 from elastic.state.shard import DTYPE_NAMES, DTYPES, Home, Key, Shard
@@ -57,8 +57,10 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
     except (ElasticError, Unavailable):
         raise
     except Exception as error:  # the user's code may raise anything, first of all for an argument that it does not know
-        named = f"model_args = {job.model_args}: model = {job.model!r}"
-        raise ModelError(f"{named} failed with {failure(error)}; {_fix_of(error)}") from error
+        named = f"model = {job.model!r}"
+        if unknown := unknown_argument("model_args", named, builder, job.model_args, error):
+            raise ModelError(unknown) from error
+        raise ModelError(f"model_args = {job.model_args}: {named} failed with {failure(error)}; {_fix_of(error)}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"model = {job.model!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
     if not callable(getattr(model, "init_weights", None)):

@@ -21,7 +21,7 @@ from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.schedule import check_schedule
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import CodeError, DataError, ElasticError, JobError, NoRoomYet
-from elastic.imports import code_digest, load, own_digest
+from elastic.imports import code_digest, load, own_digest, unknown_argument
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, no_room, slots_a_worker, slots_for
 from elastic.plan.layout import Layout, after_a_loss
@@ -310,6 +310,8 @@ def opened(job: Job, section: str = "data") -> Dataset:
     except (ElasticError, Unavailable):  # ``Unavailable`` passes: a store that does not answer is not the dataset's error
         raise
     except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
+        if unknown := unknown_argument(f"{section}.args", named, kind, job.data.args, error):
+            raise DataError(unknown) from error
         raise DataError(f"{_failed(job, error, section)}; mend it, or {section}.args = {job.data.args}") from error
     if missing := [name for name in METHODS if not callable(getattr(dataset, name, None))]:
         raise DataError(f"{named} has no {missing[0]}(); a dataset has {', '.join(METHODS.values())} (see elastic.data.loader.Dataset)")

@@ -31,6 +31,79 @@ def test_an_option_takes_its_words(line: str, options: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--samples.prompts", "hello"], ["hello"]),
+        (["--samples.prompts", "hello", "[b]"], ["hello", "[b]"]),
+        (["--samples.prompts", '["hello"]'], ["hello"]),
+        (["--samples.prompts", "['a', \"b\",]"], ["a", "b"]),
+        (["--samples.prompts", '["\\u00e9\\/"]'], ["é/"]),
+        (["--data.weights", "0.5"], [0.5]),
+        (["--data.weights", "1", "2"], [1, 2]),
+        (["--faults", '[{"point": "save", "step": 3}]'], [{"point": "save", "step": 3}]),
+        (["--faults", "{point = 'save', step = 3}"], [{"point": "save", "step": 3}]),
+        (["--model-args", '{"dim": 3, "x": [null, {"y": true}]}'], {"dim": 3, "x": [None, {"y": True}]}),
+        (["--model-args", "{dim = 3, x = {y = true}}"], {"dim": 3, "x": {"y": True}}),
+        (["--model-args.x", '{"y": 1}'], {"y": 1}),
+        (["--model-args.x", '"{y: 1}"'], "{y: 1}"),
+    ],
+)
+def test_lists_and_tables_are_read_as_toml_and_as_json(words: list[str], value: object) -> None:
+    assert [*read_options(words, Job).values()] == [value]
+
+
+@pytest.mark.parametrize(
+    ("option", "word", "said"),
+    [
+        ("samples.prompts", "[hello]", """must be a list; write --samples.prompts "one" "two", or --samples.prompts '["one", "two"]'"""),
+        ("optim.betas", "0.9,0.95", "must be a list; write --optim.betas 1 2, or --optim.betas '[1, 2]'"),
+        ("optim.betas", "(0.9, 0.95)", "must be a list; write --optim.betas 1 2, or --optim.betas '[1, 2]'"),
+        ("faults", "save", "must be a list; write --faults '[{ key = value }]'"),
+        ("model_args", "{dim: 3}", "must be a table of settings; write --model-args '{ key = value }', or --model-args.key value"),
+        ("data.args", "path=x", "must be a table of settings; write --data.args '{ key = value }', or --data.args.key value"),
+    ],
+)
+def test_what_is_no_list_or_table_is_told_with_the_form_that_is(tmp_path: Path, option: str, word: str, said: str) -> None:
+    (tmp_path / "job.toml").write_text('name = "a"\nbucket = "/b"\n')
+    with pytest.raises(JobError) as refused:
+        Job.load(tmp_path / "job.toml", [f"--{option}", word])
+    assert str(refused.value) == f"command line: {option} = {word!r} {said}"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [(text, code) for text in ("# für\n", "# für\r\n") for code in ("utf-8", "utf-8-sig", "utf-16", "utf-16-be with its mark")],
+)
+def test_a_file_of_a_windows_editor_is_read(tmp_path: Path, text: str, code: str) -> None:
+    """Notepad and PowerShell write such marks."""
+    text += 'name = "a"\nbucket = "/bücket"\n'
+    data = "\ufeff".encode("utf-16-be") + text.encode("utf-16-be") if "mark" in code else text.encode(code)
+    (tmp_path / "job.toml").write_bytes(data)
+    assert Job.load(tmp_path / "job.toml").bucket == "/bücket"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("latin-1", "is not text in UTF-8: line 2 has the byte 0xfc, which may be a letter of Latin-1; save it as UTF-8 ("),
+        (
+            "utf-16-le",
+            "is not text in UTF-8: it has zero bytes, as UTF-16 without its mark at the beginning has, or a file that is no text; ",
+        ),
+        (
+            "utf-32",
+            "is text in UTF-32, and TOML is UTF-8; save it as UTF-8 (in an editor: Save As, encoding UTF-8; in PowerShell: Out-File",
+        ),
+    ],
+)
+def test_a_file_in_another_encoding_says_how_to_save_it(tmp_path: Path, code: str, said: str) -> None:
+    (tmp_path / "job.toml").write_bytes('name = "a"\nbucket = "/bücket"\n'.encode(code))
+    with pytest.raises(JobError) as refused:
+        Job.load(tmp_path / "job.toml")
+    assert str(refused.value).startswith(f"job.toml {said}") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     "line", ["--steps 1 2", "--model_args.dim 1 2", "--no-compile yes", "--stepz 3", "--step 3", "--model_args.", "-s 3", "-h"]
 )
 def test_and_no_others(line: str) -> None:

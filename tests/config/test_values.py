@@ -8,10 +8,26 @@ from typing import Any
 import pytest
 
 from elastic.config.sections import Deadlines
+from elastic.config.settings import leaves
 from elastic.errors import JobError
 from elastic.job import Job
 
 pytestmark = pytest.mark.fast
+
+
+TOGETHER = """
+name = "a"
+bucket = "/b"
+validation = { every = 50, samples = 7 }
+checkpoint = { keep_last = 2, keep_best = true }
+samples = { every = 50, prompts = ["a"] }
+export = { every = 50 }
+workers = { spares = 1 }
+copies = { copy_every = 2, buddy_every = 4 }
+schedule = { kind = "wsd", decay_steps = 10, warmup_steps = 3 }
+batch_ramp = { start = 4, increment = 4, samples = 100 }
+spikes = { action = "skip", microbatch_z = 3.0 }
+"""
 
 
 def job(**settings: Any) -> Job:
@@ -69,3 +85,47 @@ def test_deadlines_that_strike_those_that_are_well_are_refused(deadlines: dict[s
 
 def test_short_deadlines_that_can_be_kept() -> None:
     job(deadlines=Deadlines(lease_s=1, stall_s=1, silence_s=2, driver_s=1, wait_s=1, fence_s=4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"spikes": {"action": "quarantne"}}, "spikes.action = 'quarantne' must be 'none', .* or 'forget'; did you mean 'quarantine'\\?"),
+        ({"optim": {"kind": "Adam"}}, "optim.kind = 'Adam' must be 'adamw', .*'package.module:name'; did you mean 'adamw'\\?"),
+        ({"attention": "flash4"}, "attention = 'flash4' must be 'auto' or 'flash-4'; did you mean 'flash-4'\\?"),
+        ({"parallel": {"zero": "atuo"}}, "parallel.zero = 'atuo' must be 0, 1, 2 or 3, or 'auto'; did you mean 'auto'\\?"),
+        ({"recompute": "blokc"}, "recompute = 'blokc' must be .*; did you mean 'block'\\?"),
+        ({"init": "run@bset"}, "init = 'run@bset' must name a checkpoint .*'run@400'; did you mean 'run@best'\\?"),
+        ({"faults": [{"point": "sav"}]}, r"faults\[0\].point = 'sav' must be one of forward, .*; did you mean 'save'\?"),
+        ({"spikes": {"action": "xyzzy"}}, "spikes.action = 'xyzzy' must be 'none', 'warn', 'skip', 'quarantine' or 'forget'"),
+        ({"parallel": {"zero": 7}}, "parallel.zero = 7 must be 0, 1, 2 or 3, or 'auto'"),
+    ],
+)
+def test_a_misspelt_word_is_told_with_the_nearest_one(settings: dict[str, Any], said: str) -> None:
+    """The control: nothing is near the last two."""
+    with pytest.raises(JobError, match=f"^Job: {said}$"):
+        job(**settings)
+
+
+@pytest.mark.parametrize("name", [name for name in leaves(Job) if "[]" not in name and name != "faults"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_a_number_that_is_refused_names_its_setting(tmp_path: Path, name: str, value: str) -> None:
+    """The file has what stands beside each of them, and the refusal is not about that alone."""
+    (tmp_path / "job.toml").write_text(TOGETHER)
+    Job.load(tmp_path / "job.toml")
+    try:
+        Job.load(tmp_path / "job.toml", [f"--{name}", value])
+    except JobError as error:
+        own = [f"{name} = ", f"{name}[0] = "]
+        assert [line for line in str(error).splitlines() if not any(each in line for each in own)] == []
+
+
+def test_a_validation_that_is_turned_off_names_itself(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(TOGETHER)
+    with pytest.raises(JobError) as refused:
+        Job.load(tmp_path / "job.toml", ["--validation.every", "0"])
+    first, second = str(refused.value).splitlines()
+    assert first.startswith(
+        "job.toml with --validation.every: validation.every = 0 measures nothing, so validation.samples = 7 has no effect; "
+    )
+    assert second.startswith("job.toml with --validation.every: checkpoint.keep_best = true with validation.every = 0: ")

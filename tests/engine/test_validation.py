@@ -201,7 +201,7 @@ def test_held_out_samples_are_compared_with_those_of_the_training(tmp_path: Path
     preflight(validating(tmp_path / "eager", validation=longer), local=True)
     with pytest.raises(DataError, match=r"a batch has 'now' .* make them alike, since the loss gets both"):
         preflight(validating(tmp_path / "keys", validation=HELD_OUT | {"dataset": f"{__name__}:Other"}), local=True)
-    with pytest.raises(JobError, match=r"validation\.samples = 7 has no effect without validation.every"):
+    with pytest.raises(JobError, match=r"validation\.every = 0 measures nothing, so validation\.samples = 7 has no effect"):
         validating(tmp_path, validation={"samples": 7})
 
 

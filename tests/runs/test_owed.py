@@ -477,7 +477,7 @@ def test_an_export_tells_of_each_part_of_its_work() -> None:
         ({"samples": {"every": 10}}, "samples.every = 10 without samples.prompts"),
         ({"validation": {"every": 10, "by": "spares"}}, "validation.by = 'spares' with workers.spares = 0: .* set workers.spares to 1"),
         ({"validation": {"every": 5, "by": "spares"}, "workers": {"spares": 1}}, "validation.every = 5 is not a multiple"),
-        ({"samples": {"prompts": ["a"]}}, r"samples.prompts = \('a',\) has no effect without samples.every"),
+        ({"samples": {"prompts": ["a"]}}, r"samples.every = 0 writes nothing, so samples.prompts = \('a',\) has no effect"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], said: str) -> None:

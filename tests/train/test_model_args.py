@@ -52,7 +52,6 @@ def built(model: str, args: dict[str, Any]) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "args", "said"),
     [
-        (LLAMA, {"dims": 256}, r"got an unexpected keyword argument 'dims' \(in \S+llama.py, line \d+\)"),
         (LLAMA, {"dim": "32"}, r"TypeError: .*'str' and 'int' \(in \S+llama.py, line \d+\)"),
         (LLAMA, {"dim": 10, "heads": 3}, r"ValueError: dim = 10 must be a multiple of 2 × heads = 6: .*llama.py"),
         (LLAMA, {"dim": 9, "heads": 3}, r"dim = 9 must be a multiple of 2 × heads = 6"),
@@ -69,6 +68,36 @@ def test_arguments_that_the_model_does_not_take(model: str, args: dict[str, Any]
     text = str(caught.value)
     assert text.startswith(f"model_args = {args}: model = '{model}' failed with "), text
     assert re.search(said, text) and text.endswith("; correct the arguments, or the model") and "\n" not in text, text
+
+
+TAKES = "it takes preset, vocab, dim, layers, heads, kv_heads, hidden, dropout, tied, rope_base, rope_scaling, head_dim, qk_norm, norm_eps"
+
+
+def wide(width: int, *, depth: int = 1) -> nn.Module:
+    return nn.Linear(width, wdith=depth)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "said"),
+    [
+        (LLAMA, {"dims": 256}, f"has no argument 'dims'; {TAKES}; did you mean 'dim'?"),
+        (LLAMA, {"preset": "qwen3-8b", "xyzzy": 1}, f"has no argument 'xyzzy'; {TAKES}"),
+        (f"{HERE}:wide", {"width": 3, "Depht": 2}, "has no argument 'Depht'; it takes width, depth; did you mean 'depth'?"),
+        (f"{HERE}:from_bucket", {"x": 1}, "has no argument 'x'; it takes none"),
+    ],
+)
+def test_an_argument_that_there_is_not_is_named_with_the_nearest_one(model: str, args: dict[str, Any], said: str) -> None:
+    """A builder may hand it on to a class."""
+    with pytest.raises(ModelError) as caught:
+        built(model, args)
+    name, value = [*args.items()][-1]
+    assert str(caught.value) == f"model_args.{name} = {value!r}: model = '{model}' {said}"
+
+
+def test_an_argument_that_the_builder_itself_has_wrong_is_its_own_error() -> None:
+    """The control: nobody has given it."""
+    with pytest.raises(ModelError, match=r"failed with TypeError: .*'wdith' \(in \S+test_model_args.py, line \d+\); correct the arguments"):
+        built(f"{HERE}:wide", {"width": 3})
 
 
 def test_arguments_that_it_takes() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from numbers import Real
 
 from elastic.errors import CodeError
-from elastic.imports import failure, load
+from elastic.imports import failure, load, unknown_argument
 from elastic.job import Job
 
 TRIED = 2000
@@ -100,6 +100,8 @@ def _own(job: Job, step: int) -> float:
     try:
         part = found(step, job.steps, **schedule.args)
     except Exception as error:  # the user's code may raise anything, first of all for an argument that it does not know
+        if unknown := unknown_argument("schedule.args", named, found, schedule.args, error):
+            raise CodeError(unknown) from error
         args = f" and schedule.args = {schedule.args}" if schedule.args else ""
         raise CodeError(f"{named} failed for {asked}{args} with {failure(error)}; it is called as schedule(step, steps, **args)") from error
     if isinstance(part, bool) or not isinstance(part, Real) or not math.isfinite(part) or part < 0:

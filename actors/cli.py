@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from actors import branch_commands, commands
+from actors.origin import told
 from actors.terminal import forget, lasting, say
 from elastic.config.command_line import Parser
 from elastic.errors import STOPPED, ElasticError
@@ -36,15 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
+    known = Namespace()
     try:
         known = _parser().parse_args(arguments)
         code: int = known.perform(known)
-    except ElasticError as error:
-        say(str(error), "elastic: ", "red")
-        return error.exit_code
-    except StorageError as error:
-        say(str(error), "elastic: ", "red")
-        return ElasticError.exit_code
+    except (ElasticError, StorageError) as error:
+        say(told(error, known), "elastic: ", "red")
+        return error.exit_code if isinstance(error, ElasticError) else ElasticError.exit_code
     except KeyboardInterrupt:
         say("interrupted; the same command goes on")
         return STOPPED

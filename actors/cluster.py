@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +48,23 @@ GPU_S = 60.0
 """Seconds in which a node must say what memory its GPUs have; a process imports torch for it."""
 ROOM_S, ROOM_POLL_S = 5.0, 0.1
 """The time in seconds for which a run waits for room before it is refused, and the time between two looks."""
+STARTS_S = "5 to 20 s"
+"""The time that Ray's own processes take to start, by the speed of the machine."""
 HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 # Ray's name
 """Seconds for which the cluster's head may be out of reach: then Ray ends this process, without a word that helps."""
 
 
-def connect(address: str | None, workers: Workers | None = None, *, compiles: bool = False) -> str:
+def connect(
+    address: str | None, workers: Workers | None = None, *, compiles: bool = False, tell: Callable[[str], None] = lambda sentence: None
+) -> str:
     """Joins the cluster at ``address``, or the one that this process was submitted to, or starts one here ("local").
 
     A cluster that starts here for ``workers`` has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so: a worker
     then joins in a fraction of the time.  If the job ``compiles``, they have imported the compiler, too.  Ray starts a process
     for each CPU that it is told of, so it is told of no more than these.
 
-    Returns a sentence for the user if such a cluster has more ``workers`` than this machine has cores; "" otherwise.
+    ``tell`` gets a sentence before a cluster starts here, since that takes a while.  Returns a sentence for the user if such a cluster has
+    more ``workers`` than this machine has cores; "" otherwise.
 
     The environment variables are Ray's own and must be set before it starts: no usage reports; for a local cluster also no token,
     because only this machine can reach it, no waiting for a drain when it ends, and no monitor that kills processes to free memory.
@@ -74,19 +79,22 @@ def connect(address: str | None, workers: Workers | None = None, *, compiles: bo
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    if address and address.count(":") == 1 and not reachable(address):
-        raise PlatformGaveUp(f"no Ray cluster answers at {address}; correct --address, or leave it out")
+    submitted = os.environ.get("RAY_ADDRESS", "")
+    asked, named = (address, "--address") if address else ("" if local else submitted, "the environment variable RAY_ADDRESS")
+    if asked.count(":") == 1 and not reachable(asked):
+        raise PlatformGaveUp(f"no Ray cluster answers at {asked}; correct {named}, or leave it out")
     options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address or "auto"}
     if local:
         cores = usable_cores()
         if workers is not None and prepared(workers, cores):
             os.environ.setdefault("RAY_preload_python_modules", f"{PRELOADED},{COMPILER}" if compiles else PRELOADED)
+        tell(f"a Ray cluster starts on this machine, in {STARTS_S}")
         options |= {"object_store_memory": 80 * 2**20, "num_cpus": max(SMALL, cores) if workers is None else wanted(workers)}
     try:
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
     except Exception as error:  # Ray raises plain ones if its processes do not come up
         what = "a local Ray cluster did not start" if local else f"the Ray cluster at {options['address']} cannot be joined"
-        advice = "; is this machine overloaded, or its temporary folder full?" if local else "; see --address"
+        advice = "; is this machine overloaded, or its temporary folder full?" if local else f"; see {named if asked else '--address'}"
         raise PlatformGaveUp(f"{what} ({type(error).__name__}: {error}){advice}") from error
     _leave_deaths_to_the_story()
     return crowded(workers, cores) if local and workers is not None else ""

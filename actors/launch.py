@@ -148,7 +148,7 @@ def launch(
         run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()
-        _tell(show, cluster.connect(address, job.workers, compiles=job.compile))
+        _tell(show, cluster.connect(address, job.workers, compiles=job.compile, tell=partial(_tell, show)))
         requests.note()
         if attach(job.name) is not None:
             branch = asked

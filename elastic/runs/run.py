@@ -138,10 +138,9 @@ class Run:
         """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket."""
         if (run := cls._found(job)) is not None:
             return run
-        raise JobError(
-            f"there is no run {job.name!r} in bucket = {job.bucket!r}; correct the name or the bucket, or begin "
-            f"the run with `elastic train`"
-        )
+        what = ", which is a file and not a folder" if os.path.isfile(job.bucket) else ""
+        fix = "correct the name or the bucket, or begin the run with `elastic train`"
+        raise JobError(f"there is no run {job.name!r} in bucket = {job.bucket!r}{what}; {fix}")
 
     @classmethod
     def _found(cls, job: Job) -> Run | None:

@@ -105,7 +105,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     for sink, args in job.metrics.sinks.items():
         check_sink(sink, args)
     _check_layers(job, model)
-    check(_bucket(job), job.name)
+    _check_bucket(job)
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
     run.check_data(build.data)
     job = run.job
@@ -238,6 +238,15 @@ def _check_readers(job: Job, session: Session) -> list[str]:
     )
 
 
+def _check_bucket(job: Job) -> None:
+    """Tests the bucket.  Raises as :func:`_bucket`, and :class:`Unavailable` with the setting for one that cannot be relied on."""
+    try:
+        check(_bucket(job), job.name)
+    except Unavailable as error:
+        named = error.object if "…" in error.object else job.bucket  # a URL that is no bucket's may have a secret in it
+        raise Unavailable(f"bucket = {named!r}: {error.object}", *error.args[1:]) from error
+
+
 def _bucket(job: Job) -> ObjectStore:
     """Returns the bucket.  Raises :class:`JobError` for a folder that this user cannot write, and for a URL whose package is missing."""
     named = f"bucket = {job.bucket!r}"
@@ -284,7 +293,10 @@ def _unused(job: Job) -> list[str]:
     if job.offloads:
         del asked["parallel.zero"]  # offloading asks for it
     unused = [f"{name} = {value!r}" for name, value in asked.items() if value not in (1, "auto", "all", "block")]
-    return [f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect"] if unused else []
+    notes = [f"--local trains with one worker: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect"] if unused else []
+    if job.validation.by == "spares" and job.validation.every:
+        notes.append("--local has no spares for validation.by = 'spares': this process validates by itself, between steps")
+    return notes
 
 
 def _copying(job: Job, state_bytes: int) -> list[str]:

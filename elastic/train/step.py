@@ -348,8 +348,16 @@ def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, tor
     raise LossError(f"{named} {'got' if named.endswith('backward()') else 'returned'} {came}; {CONTRACT}")
 
 
+def _short(value: object) -> str:
+    """Returns what a value is in one line, without the numbers of tensors: of a mapping its keys, of other things at most 40 letters."""
+    if isinstance(value, Mapping):
+        return f"with the keys {', '.join(map(repr, value)) or 'none'}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
 def _described(value: object) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value!r:.40}"
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {_short(value)}"
 
 
 def refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:

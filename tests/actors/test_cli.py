@@ -133,7 +133,8 @@ def test_a_cluster_that_does_not_start_is_said_in_a_sentence(tmp_path: Path) -> 
     """Ray's own error comes from deep inside it, and would end with the exit code of an error of the job."""
     command = Command(tmp_path, "train", written(tmp_path), RAY_TMPDIR=f"/tmp/{'far' * 40}")
     assert command.wait() == 2
-    (line,) = [line for line in command.text.splitlines() if "did not start" in line]
+    (begins, line) = [line for line in command.text.splitlines() if "Ray cluster" in line]
+    assert begins.endswith(" a Ray cluster starts on this machine, in 5 to 20 s"), "nothing else is printed for so long"
     assert "a local Ray cluster did not start (" in line and "AF_UNIX path" in line and "Traceback" not in command.text
 
 
@@ -295,6 +296,10 @@ def unreduced(model: Any, batch: Any) -> Any:
     return torch.zeros(2, requires_grad=True), 2
 
 
+def in_a_table(model: Any, batch: Any) -> Any:
+    return dict(zip(("loss", "count"), next_token(model, batch), strict=True))
+
+
 def misnamed(model: Any, batch: Any) -> Any:
     return batch["z"].sum(), 1
 
@@ -313,6 +318,7 @@ def plain_count(model: Any, batch: Any) -> Any:
         ("mean", "returned a tensor of shape []; it must return (sum, count): two scalars", False),
         ("unreduced", "returned (a tensor of shape [2], int 2); it must return (sum, count)", False),
         ("no_count", "returned (a tensor of shape [], NoneType None); it must return (sum, count)", False),
+        ("in_a_table", "returned dict with the keys 'loss', 'count'; it must return (sum, count): two scalars", False),
         ("misnamed", "failed with KeyError: 'z' (in FILE, line LINE); it gets the model and a batch of ['tokens'], and it must", True),
         ("Path", "names a class; name a function: loss(model, batch) returns (sum, count)", False),
         ("ROWS", "names a int; name a function", False),
@@ -327,7 +333,7 @@ def test_a_loss_that_breaks_its_contract(
     shown = capsys.readouterr().out
     line = misnamed.__code__.co_firstlineno + 1
     said = said.replace("FILE", __file__).replace("LINE", str(line))
-    assert shown.splitlines()[-1].startswith(f"elastic: loss = '{__name__}:{loss}' {said}")
+    assert shown.splitlines()[-1].startswith(f"elastic: command line: loss = '{__name__}:{loss}' {said}")
     assert (f'File "{__file__}", line {line}, in misnamed' in shown) == traced
 
 
@@ -351,7 +357,7 @@ def test_a_bucket_that_cannot_be_written(tmp_path: Path, capsys: Shown, monkeypa
     Path("afile").touch()
     assert main(["train", written(tmp_path), "--local", "--bucket", bucket]) == 1
     named = bucket if bucket[0] == "/" or ":" in bucket else f"{tmp_path}/{bucket}"
-    assert sentence(capsys).startswith(f"elastic: bucket = {named!r} {said.replace('FOLDER', str(tmp_path))}")
+    assert sentence(capsys).startswith(f"elastic: command line: bucket = {named!r} {said.replace('FOLDER', str(tmp_path))}")
 
 
 def test_another_jobs_bucket(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,11 +252,18 @@ def test_a_dataset_must_have_a_fingerprint(tmp_path: Path) -> None:
             {"workers": {"min": 2}, "parallel": {"dp_shard": 2}},
             ["--local trains with one worker: workers.min = 2, parallel.dp_shard = 2 have no effect"],
         ),
+        (
+            {"workers": {"spares": 1}, "validation": {"by": "spares", "every": 50, "samples": 2}},
+            ["--local has no spares for validation.by = 'spares': this process validates by itself, between steps"],
+        ),
+        ({"workers": {"spares": 1}, "validation": {"by": "spares"}}, []),
         ({}, []),
     ],
 )
 def test_settings_that_one_worker_makes_no_use_of_are_told(tmp_path: Path, text: Path, changes: dict[str, Any], said: list[str]) -> None:
     prepare(text, str(tmp_path / "data"))
+    if "every" in changes.get("validation", {}):
+        changes = changes | {"validation": changes["validation"] | {"args": {"path": str(tmp_path / "data"), "seq_len": 8}}}
     job = job_on(tmp_path, tmp_path / "data", **changes)
     assert [note for note in preflight(job, local=True).notes if "--local" in note] == said
     assert not any("--local" in note for note in preflight(job).notes)

@@ -1,0 +1,112 @@
+"""A line that cannot work says where the wrong value came from, and how the line is written; no cluster is needed for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.cli import main
+from actors.cluster import connect
+from elastic.errors import PlatformGaveUp
+from tests.support.job_file import to_toml
+from tests.support.toys import toy_job
+
+Shown = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").touch()
+    (tmp_path / "job.toml").write_text(to_toml(toy_job(tmp_path / "bucket", model="tests.support.toys:nothing")))
+    return "job.toml"
+
+
+def said(shown: Shown) -> str:
+    captured = shown.readouterr()
+    (line,) = (captured.out + captured.err).splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        ([], "elastic: job.toml: model = 'tests.support.toys:nothing': "),
+        (["--model", "tests.support.toys:nobody"], "elastic: command line: model = 'tests.support.toys:nobody': "),
+        (["--model", "elastic.models.llama:build", "--model-args.x", "3"], "elastic: command line: model_args.x = 3: "),
+        (["--model", "elastic.models.llama:build", "--model-args", "{x = 3}"], "elastic: command line: model_args.x = 3: "),
+        (["--model", "elastic.models.llama:build", "--model-args.heads", "3"], "elastic: job.toml with --model-args.heads: model_args = {"),
+        (["--resume", "400"], "elastic: there is no run 'toy' in bucket = "),
+    ],
+)
+def test_a_value_says_where_it_came_from(job: str, capsys: Shown, words: list[str], begins: str) -> None:
+    """The control is the last one: it is about no value of the job."""
+    assert main(["train", job, "--local", *words]) == 1
+    assert said(capsys).startswith(begins)
+
+
+@pytest.mark.parametrize("command", [["train", "--local"], ["status", "--once"], ["checkpoint", "ls"]], ids=lambda words: words[0])
+def test_a_bucket_without_credentials_is_told_as_the_setting(
+    job: str, capsys: Shown, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """The credentials are looked for on the node, so no request is sent."""
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    line = [*command, job, "--bucket", "s3://pail/x", "--model", "elastic.models.llama:build"]
+    assert main(line) == 2
+    told = said(capsys)
+    assert told.startswith("elastic: command line: bucket = 's3://pail/x': s3://pail/x/toy/") and "correct AWS_PROFILE" in told
+
+
+@pytest.mark.parametrize("command", [["train", "--local"], ["status", "--once"]], ids=lambda words: words[0])
+def test_a_secret_in_the_url_of_a_bucket_is_not_repeated(job: str, capsys: Shown, command: list[str]) -> None:
+    assert main([*command, job, "--bucket", "s3://me:secret@pail/x", "--model", "elastic.models.llama:build"]) == 2
+    told = said(capsys)
+    assert told.startswith("elastic: command line: bucket = 's3://…': ") and "secret" not in told
+
+
+def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(job: str, tmp_path: Path, capsys: Shown) -> None:
+    for command in (["status", "--once"], ["logs"], ["checkpoint", "ls"], ["rollback", "--to", "3"]):
+        assert main([*command, job, "--bucket", "afile"]) == 1
+        assert f"no run 'toy' in bucket = '{tmp_path}/afile', which is a file and not a folder; correct" in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["rollback", "job.toml"],
+            "elastic rollback: it needs --to (step of the checkpoint, or auto: the last good one before a divergence)",
+        ),
+        (["rollback", "job.toml", "--to"], "elastic rollback: --to needs one value; write `elastic rollback job.toml --to 400` ("),
+        (["rollback"], "elastic rollback: it needs job and --to (step of"),
+        (["rerun", "job.toml", "--step", "x"], "elastic rerun: --step = 'x' must be a whole number ("),
+        (
+            ["checkpoint", "diff", "job.toml", "--between", "3"],
+            "elastic checkpoint diff: --between needs 2 values; write `elastic checkpoint",
+        ),
+        (["data", "prepare"], "elastic data prepare: it needs source and destination; write `elastic data prepare texts tokens` ("),
+        (["trian", "job.toml"], "elastic: there is no command 'trian'; there are train, rollback, "),
+        (["simulate", "--nope"], "elastic: unrecognized arguments: --nope (`elastic --help` tells more)"),
+    ],
+)
+def test_a_line_that_is_not_complete_is_one_sentence(job: str, capsys: Shown, words: list[str], sentence: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    told = said(capsys)
+    assert ended.value.code == 2 and told.startswith(sentence) and "usage" not in told
+    assert ("did you mean 'train'?" in told) == (words[0] == "trian")
+
+
+@pytest.mark.parametrize(("named", "address"), [("--address", "127.0.0.1:9"), ("the environment variable RAY_ADDRESS", None)])
+def test_a_cluster_that_does_not_answer_is_told_by_where_its_address_came_from(
+    monkeypatch: pytest.MonkeyPatch, named: str, address: str | None
+) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    told = list[str]()
+    with pytest.raises(PlatformGaveUp, match=f"no Ray cluster answers at 127.0.0.1:9; correct {named}, or leave it out"):
+        connect(address, tell=told.append)
+    assert told == [], "none starts here"

@@ -50,7 +50,7 @@ def broken(decision: Decision, event: Broken) -> None:
         saves.damaged(decision, event.version, f"{event.worker}: {event.detail}")
     if event.cause == "copy":
         copy_inventory.unreadable(decision, NodeId(event.signature))
-    cause = f"{event.worker} cannot go on ({event.cause}: {what})"
+    cause = _told(decision, event, what)
     if isinstance(state, Stopping):
         decision.amend(job_error=state.job_error or job_error)
         decision.say(cause)
@@ -58,6 +58,20 @@ def broken(decision: Decision, event: Broken) -> None:
             give_up_the_boundary(decision)
     else:
         edges.stop(decision, cause, job_error=job_error)
+
+
+WAITS = " waits, because "
+
+
+def _told(decision: Decision, event: Broken, what: str) -> str:
+    """Returns the sentence about a member that stands still: because of another one, or of an error, which others may have had before."""
+    state, worker = decision.run.state, event.worker
+    if event.cause == "peer":
+        known = state.cause if isinstance(state, Stopping) else f"its world broke (peer: {what})"
+        return f"{worker}{WAITS}{known.partition(WAITS)[2] or known}"
+    before = [each.worker for each in decision.run.history.failures if (each.signature, each.step) == (event.signature, event.step)]
+    also = next((f", as {each} before it" for each in before if each != worker), "") if event.cause == "job" else ""
+    return f"{worker} cannot go on ({event.cause}: {what}){also}"
 
 
 def _note_failure(decision: Decision, event: Broken) -> str:

@@ -74,3 +74,20 @@ def test_r20_the_same_device_error_at_the_same_step_on_a_second_worker_is_the_jo
         assert play.run.state == Failed(f"job error: {LOST} at step 1, again on w2 and w1", ERROR)
     else:
         assert not play.run.over
+
+
+def test_who_stands_still_because_of_another_says_so() -> None:
+    """A loss raises on w2, and w1 notices first, or later.  The control: an error of its own, which w2 has had before at that step."""
+    play, mine = stepping(2), ("job", "Traceback ...\nValueError: mine", "ValueError at loss.py:7")
+    play.steps(1, 3)
+    assert play.broken("w2", *mine) == "w2 cannot go on (job: ValueError: mine): stop generation 1 of 2 workers"
+    assert play.broken("w1") == "w1 waits, because w2 cannot go on (job: ValueError: mine)"
+    play.answer("w1", Version(3, 1))
+    play.answer("w2", Version(3, 1))
+    reformed(play)
+    assert play.broken("w1", *mine) == "w1 cannot go on (job: ValueError: mine), as w2 before it: stop generation 2 of 2 workers"
+
+    play = stepping(2)
+    play.steps(1, 3)
+    assert play.broken("w1") == "w1 waits, because its world broke (peer: connection closed): stop generation 1 of 2 workers"
+    assert play.broken("w2") == "w2 waits, because its world broke (peer: connection closed)"

@@ -281,7 +281,7 @@ def test_generations_without_a_commit_are_counted_and_a_commit_forgives() -> Non
         reformed(play)
     assert isinstance(play.run.state, Failed)
     assert play.last.reason.startswith(
-        "3 generations in a row committed no new step; at most 2 may.  The last one ended because: w1 cannot go on (peer"
+        "3 generations in a row committed no new step; at most 2 may.  The last one ended because: w1 waits, because its world broke (peer"
     )
 
 

@@ -275,7 +275,7 @@ def assert_survived(
     assert [each.tier for each in generations] == list(tiers), generations
     assert_bytes(witness, generations)
     # what is said to the user is in plain words; those of a communication library are in the logs
-    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "cannot go on (peer" in line.text]
+    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "its world broke (peer" in line.text]
     assert not [text for text in told if LIBRARY.search(text)], told
     # 6: nothing is left
     assert_nothing_left(chaos)

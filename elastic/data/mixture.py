@@ -98,8 +98,8 @@ def _opened(number: int, part: object) -> Dataset:
     except DataError as error:
         raise DataError(f"{named}: {error}") from error
     except TypeError as error:
-        if unknown := unknown_argument(f"{named}.args", f"{named}.dataset = {kind!r}", code, args, error):
-            raise DataError(unknown) from error
+        if sentence := unknown_argument(f"{named}.args", f"{named}.dataset = {kind!r}", code, args, error):
+            raise DataError(sentence) from error
         raise
     if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(made, name, None))]:
         raise DataError(f"data.args.parts[{number}].dataset = {kind!r} has no {missing[0]}()")

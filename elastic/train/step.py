@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
+from elastic.engine.axes.split import told_of_views
 from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.optim.schedule import own_rate_of
@@ -261,7 +262,8 @@ class Step:
             terms = share.counts[-1].double().trunc()
             share.keeps.append((share.losses[-1].double() <= self._most_loss * terms) | (terms == 0))
             weight = weight * share.keeps[-1].to(loss.dtype)
-        (loss if isinstance(weight, float) and weight == 1 else loss * weight).backward()
+        with told_of_views():
+            (loss if isinstance(weight, float) and weight == 1 else loss * weight).backward()
         state.parameters.end_round()
         refuse_changes(self._marks, state)
         share.samples.append(self._ids if index is not None else ())

@@ -9,6 +9,7 @@ Weights of layers that multiply in fp8 are gathered in fp8, by FSDP2's extension
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -32,6 +33,14 @@ from elastic.models.spec import ShardingTable
 
 FSDP_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
 """Attributes of FSDP2's communication context that hold streams, in torch 2.11 to 2.13."""
+FSDP_STATE = r"torch\.distributed\.fsdp\._fully_shard\._fsdp_state"
+VIEW_WARNING = r"FSDP2-wrapped module .* returned a view tensor"
+FREED = "out of bounds for storage of size 0"
+"""Words of torch's error of an operation on weights that are not gathered."""
+CHANGED_VIEW = (
+    "the weights of a block are not there in the backward pass: the model or the loss may change the output of a block, or of the model, "
+    "in place (x += y); write x = x + y"
+)
 
 
 class Split(Parameters):
@@ -123,12 +132,28 @@ def apply_fp8_gather(model: nn.Module, world: World, table: ShardingTable, preci
 
 
 def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: Precision) -> None:
-    """Wraps each block by itself, and the rest of ``model`` as the root.  Gradients are summed and never divided."""
+    """Wraps each block by itself, and the rest of ``model`` as the root.  Gradients are summed and never divided.
+
+    FSDP2 warns of each module whose output is a view, as every ``nn.Linear`` of three dimensions returns: to change that in place would be
+    wrong.  Such a change ends the first step (:func:`told_of_views`), so a run without one need not be warned.
+    """
+    warnings.filterwarnings("ignore", VIEW_WARNING, UserWarning, FSDP_STATE)
     for each in (*(model.get_submodule(name) for name in table.blocks), model):
         fully_shard(each, mesh=world.shard_mesh, mp_policy=_policy(each, precision))
     for module in _wrapped(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def told_of_views() -> Iterator[None]:
+    """Adds what to do to the error of a backward pass that a change in place has left without the weights of a block."""
+    try:
+        yield
+    except RuntimeError as error:
+        if FREED in str(error):
+            error.add_note(CHANGED_VIEW)
+        raise
 
 
 def _policy(module: nn.Module, precision: Precision) -> MixedPrecisionPolicy:

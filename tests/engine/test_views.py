@@ -1,4 +1,4 @@
-"""What FSDP2 says of blocks that return views: nothing where nothing is wrong, and in a sentence where something is."""
+"""FSDP2 says nothing of blocks that return views where nothing is wrong, and a sentence tells where something is."""
 
 from __future__ import annotations
 

@@ -177,3 +177,35 @@ def test_adamw_is_torchs() -> None:
         plain.step()
     torch.testing.assert_close(trained([])[0], judge.detach(), rtol=0, atol=1e-7)
     assert not torch.allclose(trained([], steps=2)[0], judge.detach(), rtol=0, atol=1e-4)
+
+
+DECAYS = {"matrix": job().optim.weight_decay, "vector": 0.0}
+
+
+def state_of(judge: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Returns the values and moments of one of torch's, in the order of :func:`state`."""
+    parameters = [group["params"][0] for group in judge.param_groups]
+    return [each for p in parameters for each in (p.detach(), judge.state[p]["exp_avg"], judge.state[p]["exp_avg_sq"])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_adamw_has_the_bits_of_torchs(dtype: torch.dtype) -> None:
+    """A4: 30 steps of a matrix that decays and a vector that does not, against torch.optim.AdamW with ``foreach``: values and moments.
+
+    The control: with another ``eps`` torch's has other values.
+    """
+    first, optim = {name: value.to(dtype) for name, value in tensors(0).items()}, job().optim
+    mine = Optimizer(job(), ADAMW, {name: value.clone() for name, value in first.items()}, dict.fromkeys(first, ()), frozenset({"matrix"}))
+    judges = []
+    for eps in (optim.eps, 0.01):
+        groups = [{"params": [torch.nn.Parameter(first[name].clone())], "weight_decay": decay} for name, decay in DECAYS.items()]
+        judges.append(torch.optim.AdamW(groups, betas=optim.betas, eps=eps, foreach=True))
+    for step in range(1, 31):
+        grads = {name: value.to(dtype) for name, value in tensors(step).items()}
+        for judge in judges:
+            for group, grad in zip(judge.param_groups, grads.values(), strict=True):
+                group["lr"], group["params"][0].grad = learning_rate_of(job(), step), grad / TOKENS
+            judge.step()
+        mine.apply(grads, outcome(step, 0.5))
+    assert all(torch.equal(*pair) for pair in zip(state(mine)[1:], state_of(judges[0]), strict=True))
+    assert not torch.equal(state(mine)[1], state_of(judges[1])[0])

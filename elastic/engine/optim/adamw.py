@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019), by torch's own function or, on a GPU, by a kernel with the same bits in one pass over memory.
+"""AdamW (Loshchilov and Hutter 2019), with the bits of torch's own function, and on a GPU by a kernel in one pass over memory.
 
 ``foreach`` computes elementwise, and its result does not depend on how a tensor is cut.  The fused CPU kernel treats the last few
 elements of a tensor differently, so its result does depend on the cut.
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
-from elastic.engine.optim.base import Hyper, Part, Rule, mean_
+from elastic.engine.optim.base import Hyper, Part, Rule, decay_, mean_
 from elastic.engine.optim.rounding import key_of, lines, portions, round_
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
             _by_kernel(part, grad, hyper)
     else:
         mean_(grads, hyper)
-        _by_torch(parts, grads, hyper)
+        _by_foreach(parts, grads, hyper)
 
 
 def _rounded(part: Part, grad: Tensor, hyper: Hyper) -> None:
@@ -77,27 +76,22 @@ def _by_kernel(part: Part, grad: Tensor, hyper: Hyper, rounding: Rounding | None
     kernels.adamw_(part.values, grad, part.moments[AVERAGE], part.moments[SQUARE], by, rounding)
 
 
-def _by_torch(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
-    """Updates the parts whose weights decay, then the others, because torch's function takes one decay for each call."""
-    settings = hyper.settings
-    for decays, weight_decay in ((True, hyper.weight_decay), (False, 0.0)):
-        chosen = [(part, grad) for part, grad in zip(parts, grads, strict=True) if part.decays is decays]
-        adamw(
-            [part.values for part, _ in chosen],
-            [grad for _, grad in chosen],
-            [part.moments[AVERAGE] for part, _ in chosen],
-            [part.moments[SQUARE] for part, _ in chosen],
-            [],
-            [hyper.updates.clone() for _ in chosen],  # torch increments each of them
-            foreach=True,
-            amsgrad=False,
-            beta1=settings.betas[0],
-            beta2=settings.betas[1],
-            lr=hyper.lr,
-            weight_decay=weight_decay,
-            eps=settings.eps,
-            maximize=False,
-        )
+def _by_foreach(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
+    """Does what torch's own function does with ``foreach``, operation by operation, with one number of updates for all parts.
+
+    Torch counts the updates of each tensor, on which it spends more of the host's time than on the update of a small tensor.
+    """
+    settings, (beta1, beta2) = hyper.settings, hyper.settings.betas
+    values, updates = [part.values for part in parts], float(hyper.updates) + 1
+    averages, squares = [part.moments[AVERAGE] for part in parts], [part.moments[SQUARE] for part in parts]
+    decay_(parts, hyper)
+    torch._foreach_lerp_(averages, grads, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+    below = torch._foreach_sqrt(squares)
+    torch._foreach_div_(below, [(1 - beta2**updates) ** 0.5] * len(parts))
+    torch._foreach_add_(below, settings.eps)
+    torch._foreach_addcdiv_(values, averages, below, [-(hyper.lr / (1 - beta1**updates))] * len(parts))
 
 
 ADAMW = Rule((AVERAGE, SQUARE), update, scales=True)

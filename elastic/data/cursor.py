@@ -241,5 +241,12 @@ def _key(*parts: object) -> bytes:
 
 def _hash(key: bytes, tweak: int, value: int) -> int:
     """Returns a hash of 128 bits: so wide that taking a remainder of it favours no value."""
-    digest = hashlib.blake2b(value.to_bytes(8, "little"), key=key, salt=tweak.to_bytes(2, "little"), digest_size=16).digest()
-    return int.from_bytes(digest, "little")
+    found = _begun(key, tweak).copy()
+    found.update(value.to_bytes(8, "little"))
+    return int.from_bytes(found.digest(), "little")
+
+
+@lru_cache(maxsize=ROUNDS * KEYS)
+def _begun(key: bytes, tweak: int) -> hashlib.blake2b:
+    """Returns a hash that has taken in the key, which takes longer than any value.  Nobody may change it: a copy takes the value."""
+    return hashlib.blake2b(key=key, salt=tweak.to_bytes(2, "little"), digest_size=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from collections import Counter
@@ -28,6 +29,14 @@ def dumb_stream(cursor: Cursor, positions: int) -> list[int]:
 @pytest.mark.parametrize("count", [*range(1, 130), 255, 256, 257, 1000, 4099])
 def test_an_epoch_is_a_permutation(count: int) -> None:
     assert sorted(permuted(slot, count, b"key") for slot in range(count)) == list(range(count))
+
+
+def test_a_hash_is_that_of_the_library_however_often_it_is_asked() -> None:
+    """The order of all data rests on it.  The control: another tweak gives another hash."""
+    asked = [(key, tweak, value) for value in (0, 7, 2**40) for tweak in (0, 3) for key in (b"one", b"two")]
+    for key, tweak, value in 2 * asked:
+        judge = hashlib.blake2b(value.to_bytes(8, "little"), key=key, salt=bytes([tweak, 0]), digest_size=16)
+        assert _hash(key, tweak, value) == int.from_bytes(judge.digest(), "little") != _hash(key, tweak + 1, value)
 
 
 def test_seeking_far_costs_nothing() -> None:

@@ -52,9 +52,14 @@ class _Unit:
     total: Tensor | None = None
     """The sum of the gradients of a step, one after the other."""
 
-    def missing(self) -> int | None:
-        """Returns the place of the first parameter whose gradient the present backward pass has not brought yet, or None."""
-        return next((place for place, parameter in enumerate(self.computing) if parameter.grad is None), None)
+    def came(self) -> list[Tensor] | None:
+        """Returns the gradients, in the order of ``names``, once the present backward pass has brought all of them; else None."""
+        found = [grad for parameter in self.computing if (grad := parameter.grad) is not None]
+        return found if len(found) == len(self.computing) else None
+
+    def missing(self) -> int:
+        """Returns the place of the first parameter whose gradient has not come yet."""
+        return next(place for place, parameter in enumerate(self.computing) if parameter.grad is None)
 
 
 class Whole(Parameters):
@@ -216,28 +221,28 @@ class Whole(Parameters):
         If the unit still misses one, that one is watched too.  So somebody who has not come yet is watched until all have come, also where
         the order changes from one microbatch to the next.
         """
-        if number >= self._next and (missing := self._units[number].missing()) is not None:
-            return self._watch(number, missing)
-        while self._next < len(self._units) and self._units[self._next].missing() is None:
-            self._sum(self._units[self._next])
+        if number >= self._next and self._units[number].came() is None:
+            return self._watch(number, self._units[number].missing())
+        while self._next < len(self._units) and (came := self._units[self._next].came()) is not None:
+            self._sum(self._units[self._next], came)
 
     def end_round(self) -> None:
         for unit in self._units[self._next :]:
-            self._sum(unit)
+            came = ((parameter, parameter.grad) for parameter in unit.computing)
+            self._sum(unit, [grad if grad is not None else torch.zeros_like(parameter) for parameter, grad in came])
         if self._visits is not None:
             self._visits.end(last=self.scheme.round.last)
         if self.world.device.type == "cuda" and self.world.size > 1 and self.scheme.round.last:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _sum(self, unit: _Unit) -> None:
+    def _sum(self, unit: _Unit, came: list[Tensor]) -> None:
+        """Sums the gradients of the next unit."""
         self._next += 1
-        came = ((parameter, parameter.grad) for parameter in unit.computing)
-        found = [grad if grad is not None else torch.zeros_like(parameter) for parameter, grad in came]
         if self.shards == 1:
-            flat = torch._utils._flatten_dense_tensors(found)
+            flat = torch._utils._flatten_dense_tensors(came)
         else:
-            dtype = reduce(torch.promote_types, {grad.dtype for grad in found})
-            flat = torch._chunk_cat([grad.detach().to(dtype) for grad in found], 0, self.shards).view(-1)
+            dtype = reduce(torch.promote_types, {grad.dtype for grad in came})
+            flat = torch._chunk_cat([grad.detach().to(dtype) for grad in came], 0, self.shards).view(-1)
         for parameter in unit.computing:
             parameter.grad = None
         if self._visits is not None:
@@ -267,9 +272,14 @@ class Whole(Parameters):
             found = dict[str, Tensor]()
             for unit in self._units:
                 assert unit.total is not None, "the last round has summed every unit"
-                for name, first in zip(unit.names, unit.ends, strict=False):
-                    part = self.parts[name]
-                    found[name] = unit.total[first : first + part.numel()].view(part.shape).to(part.dtype)
+                parts = [self.parts[name] for name in unit.names]
+                if self.shards == 1:
+                    grads = torch._utils._unflatten_dense_tensors(unit.total, parts)
+                else:  # what is behind a short part belongs to none
+                    places = zip(unit.ends, parts, strict=False)
+                    grads = [unit.total[first : first + part.numel()].view(part.shape) for first, part in places]
+                alike = (grad if grad.dtype == part.dtype else grad.to(part.dtype) for grad, part in zip(grads, parts, strict=True))
+                found.update(zip(unit.names, alike, strict=True))
             self._found = {name: found[name] for name in self.parts if name in found}
         return self._found
 

@@ -379,10 +379,10 @@ def torn_records(gathered: bytes, world: int, fields: int) -> list[int]:
     whole = int.from_bytes(gathered, "little")
     lower = int.from_bytes(b"\xff\xff\xff\xff\0\0\0\0" * (world * fields), "little")
     mixed = memoryview((whole ^ (whole >> 32 & lower)).to_bytes(len(gathered), "little")).cast("Q")
-    sums = 0
+    sums, column = 0, bytearray(16 * world)
+    words = memoryview(column).cast("Q")[::2]
     for i in range(fields - 1):
-        column = bytearray(16 * world)
-        memoryview(column).cast("Q")[::2] = mixed[i::fields]
+        words[:] = mixed[i::fields]
         sums += (2 * i + 1) * int.from_bytes(column, "little")
     found = memoryview(sums.to_bytes(16 * world, "little")).cast("Q")[::2].tolist()
     told = memoryview(gathered).cast("Q")[fields - 1 :: fields].tolist()

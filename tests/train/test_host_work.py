@@ -135,14 +135,16 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, r
     """A microbatch: one operator for each parameter, two for each unit and one.  Of a parameter torch takes over a gradient and the unit
     takes a view of it, where the plain loop adds it up.  Of Python calls only a unit has some, and a parameter none.
 
-    A step: what the norm in a fixed order, the update and the commit have more.  The control: one operator for each parameter more.
+    A step: what the norm in a fixed order and the commit have more; the update has fewer.  The control: one operator for each parameter
+    more.
     """
     parameters, units = 9 * layers + 2, layers + 1
     few, more = (extra(tmp_path / f"{many}", layers, many, reproducible=reproducible) for many in (2, 4))
     each = of_a_microbatch(few, more)
     assert each.operators == parameters + 2 * units + 1
-    assert each.calls <= 88 + 13 * units
-    assert few.operators - 2 * each.operators <= 4 * parameters + 200
+    assert each.calls <= 84 + 12 * units
+    assert few.operators - 2 * each.operators <= parameters + 180
+    assert few.calls - 2 * each.calls <= 0  # torch's optimizer makes more calls for each parameter than all of ours
 
     few, more = (extra(tmp_path / f"{many} hooked", layers, many, reproducible=reproducible, hooked=True) for many in (2, 4))
     hooked = of_a_microbatch(few, more)

@@ -77,7 +77,7 @@ def _by_kernel(part: Part, grad: Tensor, hyper: Hyper, rounding: Rounding | None
 
 
 def _by_foreach(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
-    """Does what torch's own function does with ``foreach``, operation by operation, with one number of updates for all parts.
+    """Updates by the operations of torch's own function with ``foreach``, in their order, with one number of updates for all parts.
 
     Torch counts the updates of each tensor, on which it spends more of the host's time than on the update of a small tensor.
     """

@@ -152,7 +152,8 @@ def described(each: Descent, now: float) -> str:
     if each.parent:
         told.append(f"from {each.origin}" if each.origin else f"with the weights of {each.warm}")
     if each.best:
-        told.append(f"best validation {each.best[1]:.4g} at step {each.best[0].step}")
+        others = f" ({each.best.left_out})" if each.best.left_out else ""
+        told.append(f"best validation {each.best.loss:.4g} at step {each.best.version.step}{others}")
     if each.at is not None:
         told.append(_age(now - each.at))
     return ", ".join(told)

@@ -29,7 +29,7 @@ from storage.errors import StorageError
 
 SECRET = re.compile(r"^metrics\.sinks\.|(^|[._-])(key|token|secret|password|credentials?)$", re.IGNORECASE)
 """The names of settings whose values may be secrets; a page is handed around."""
-LEARNT = ("step", "final", "loss", "norm", "lr", "tokens", "validation_loss")
+LEARNT = ("step", "final", "loss", "norm", "lr", "tokens", "validation_loss", "validation_data")
 """The numbers that a fork's page shows of its origin's steps: what was learnt, and not when."""
 HIDDEN = "(not shown)"
 FIX = "pip install 'elastic-train[report]'"

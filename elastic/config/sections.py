@@ -250,7 +250,9 @@ class Checkpoint(Part):
     keep_every: Free[Annotated[Whole, Field(ge=0)]] = 0
     """The first checkpoint at or after each multiple of this number of steps is kept, too.  0: none for its step."""
     keep_best: Free[Flag] = False
-    """``true`` keeps the checkpoint with the smallest validation loss, too.  Nothing is deleted before the first validation."""
+    """``true`` keeps the checkpoint with the smallest validation loss, too.  If the held-out samples have changed, only losses on the
+    newest count.  Nothing is deleted before the first validation.
+    """
     keep_younger: Free[Annotated[str, AfterValidator(duration)]] = ""
     """Checkpoints that were written less than this time ago are kept, too: ``"90m"``, ``"24h"`` or ``"7d"``, for example.  The clock of the
     coordinator's machine counts.  One that is slow keeps more, and one that is fast less, but never less than the other settings keep.

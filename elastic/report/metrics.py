@@ -18,6 +18,7 @@ from elastic.ids import Version
 from elastic.protocol.commit_record import Outcome, Validated
 from elastic.protocol.events import Evaluated, StepDone, Work
 from elastic.protocol.lineage import Lineage, contains
+from elastic.report.best import number_of
 from elastic.report.speed import Speed
 
 Row = dict[str, Any]
@@ -26,9 +27,11 @@ Row = dict[str, Any]
 The first step of a new world also has an "event": the sentence that says why there is one.  It is the only text.
 """
 
+VALIDATION = ("validation_loss", "validation_terms", "validation_data")
+"""The names of the numbers of a validation."""
 COLUMNS = (
     *("step", "final", "generation", "time", "loss", "norm", "lr", "tokens", "skipped", "left_out", "quarantined", "world"),
-    *("validation_loss", "validation_terms", "step_s", "tokens_per_s", "data_wait", "mfu", "causal_mfu", "peak_bytes", "reserved_bytes"),
+    *(*VALIDATION, "step_s", "tokens_per_s", "data_wait", "mfu", "causal_mfu", "peak_bytes", "reserved_bytes"),
     *("copied_through", "buddied_through", "event"),
 )
 """The names in the order of a table; the norms of layers, as "norm/layers.3", follow."""
@@ -60,9 +63,15 @@ def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, wor
     return row | {name: step for name, step in copied.items() if step >= 0}
 
 
-def with_validation(row: Row, found: Validated | None) -> Row:
-    """Returns the row of a step after which the held-out samples had the loss ``found``."""
-    return row if found is None else {**row, "validation_loss": found.mean, "validation_terms": found.count}
+def with_validation(row: Row, found: Validated | None, held_out: str = "") -> Row:
+    """Returns the row of a step after which the samples that ``held_out`` tells from others had the loss ``found``."""
+    return row if found is None else row | numbers_of(found.mean, found.count, held_out)
+
+
+def numbers_of(mean: float, terms: int, held_out: str) -> Row:
+    """Returns the numbers of a validation.  ``held_out`` tells its samples from others; "" if nobody noted it."""
+    data = number_of(held_out)
+    return {"validation_loss": mean, "validation_terms": terms} | ({"validation_data": data} if data else {})
 
 
 def version_of(row: Row) -> Version:
@@ -81,8 +90,10 @@ class Rows:
         self._history: dict[str, Any] = {"lineage": [], "saved": [], "untold": []}
         """Fields of the history of the run after the last record that was read."""
         self._rows: dict[Version, Row] = {}
-        self._validated: dict[tuple[int, Version], Validated] = {}
-        """The validation after a step, by that step and the commit that tells it."""
+        self._validated: dict[tuple[int, Version], tuple[Validated, str]] = {}
+        """The validation after a step and what tells its samples from others, by that step and the commit that tells it."""
+        self._held_out = ""
+        """The name of the held-out samples of the coordinator whose records are read."""
         self._worlds: dict[int, int] = {}
         """The number of members, by generation."""
         self._reason = ""
@@ -95,6 +106,7 @@ class Rows:
         if snapshot is not None:
             self._history = {name: snapshot["run"]["history"].get(name, []) for name in self._history}
             self._note_plan(snapshot["run"]["state"].get("plan"))
+            self._held_out = snapshot["run"]["members"].get("reference", {}).get("held_out", "")
         self._history = {name: codec.field_after(({"run": {"history": self._history}}, records), "history", name) for name in self._history}
         for record in records:
             for action in record["actions"]:
@@ -125,7 +137,7 @@ class Rows:
         found = {version.step: self._rows[version] for version in versions}
         for (step, by), validated in self._validated.items():
             if step in found and contains(lineage, by):
-                found[step] = with_validation(found[step], validated)
+                found[step] = with_validation(found[step], *validated)
         return [found[step] for step in sorted(found)]
 
     def forget(self, step: int) -> None:
@@ -157,14 +169,14 @@ class Rows:
                 self._rows[version] = row | event | dict(own.get(version, ()))
                 self._reason = ""
             if outcome.validated is not None:
-                self._validated[outcome.step - 1, version] = outcome.validated
+                self._validated[outcome.step - 1, version] = outcome.validated, self._held_out
         if record["event"]["$"] == Evaluated.__name__ and record["reason"] and not record["reason"].startswith("refused"):
             evaluated = codec.decode(Evaluated, record["event"])
-            self._validated[evaluated.version.step, evaluated.version] = evaluated.found
+            self._validated[evaluated.version.step, evaluated.version] = evaluated.found, self._held_out
         for each in done.values():
             if each.get("validated"):  # after the last step of the run; no commit follows
                 last = _of(each)
-                self._validated[last.step, last] = codec.decode(Validated, each["validated"])
+                self._validated[last.step, last] = codec.decode(Validated, each["validated"]), self._held_out
 
 
 def _of(done: Mapping[str, Any]) -> Version:

@@ -8,8 +8,8 @@ from typing import Any
 
 from elastic.config.values import checkpoint_of
 from elastic.errors import ElasticError
-from elastic.ids import Version
 from elastic.job import Job
+from elastic.report.best import Best
 from elastic.runs import branches, metrics, resume
 from elastic.runs.forks import Origin
 from elastic.runs.run import Run
@@ -28,7 +28,7 @@ class Descent:
     branches: tuple[dict[str, Any], ...] = ()
     step: int = 0
     steps: int = 0
-    best: tuple[Version, float] | None = None
+    best: Best | None = None
     state: str = ""
     at: float | None = None
     """The wall-clock time of its newest recorded step or branch, if one is known."""

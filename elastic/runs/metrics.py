@@ -7,23 +7,17 @@ generation of its last row, and the number of the journal's record from which on
 reads no more of the journal than what came since.  Object stores cannot append, so there is at most one file for each save.
 
 Each step counts once, over all restarts: a row says which generation committed it, and a reader takes the rows of the surviving lineage,
-each step once.
-
-    <run>/validations/000000000050-000003-2.7183.json
-
-A validation has an object of its own besides, whose name has its version and its loss: one listing finds the best of a hundred thousand
-steps, and reads no row.
+each step once.  A validation has an object of its own besides (:mod:`elastic.runs.validations`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from math import isnan
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -33,8 +27,10 @@ from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
 from elastic.protocol.lineage import Lineage, contains, cut, tip
-from elastic.report.metrics import Row, Rows, json_line, row_from, version_of
+from elastic.report.best import Loss
+from elastic.report.metrics import VALIDATION, Row, Rows, json_line, row_from, version_of
 from elastic.runs import branches, forks
+from elastic.runs import validations as told
 from elastic.runs.run import Run
 from elastic.sinks.port import Sink, TrackedRun, make_sink
 from elastic.threads import keep_going
@@ -44,8 +40,6 @@ from storage.objects import ObjectStore
 
 ROWS = 10_000
 """Largest number of rows that a sink gets at a time."""
-VALIDATION = ("step", "generation", "time", "validation_loss", "validation_terms")
-"""Names of the numbers of a row that the object of its validation has, too."""
 EVERY_S = 5.0
 """Seconds between two looks at the journal, which gets an object as often."""
 CLOSE_S = 10.0
@@ -101,7 +95,7 @@ def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 
     """Writes ``rows`` as one file, and before it their validations.  ``record`` is that of its name.  What is there already stays."""
     for row in rows:
         if "validation_loss" in row:
-            store_validation(store, run, row)
+            told.store(store, run, row)
     if rows:
         version = version_of(rows[-1])
         key = f"{run}/metrics/{Place(version.step, version.generation, record).name}"
@@ -109,55 +103,31 @@ def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 
             store.put_if_absent(key, "".join(f"{json_line(row)}\n" for row in rows).encode())
 
 
-def store_validation(store: ObjectStore, run: str, row: Row) -> None:
-    """Writes the object of a validation.  ``row`` has the numbers of :data:`VALIDATION`, and may have others.  What is there stays."""
-    told = json_line({name: row[name] for name in VALIDATION if name in row})
-    with suppress(Exists):
-        store.put_if_absent(f"{run}/validations/{_name_of(row)}", f"{told}\n".encode())
-
-
 def _with_late(store: ObjectStore, run: str, rows: Iterable[Row]) -> Iterator[Row]:
     """Yields the rows, those whose validation was made after they were stored with its numbers."""
-    told = _told(store, run)
+    validated = told.stored(store, run)
     for row in rows:
-        if "validation_loss" not in row and (late := told.get(version_of(row))) is not None:
+        if "validation_loss" not in row and (late := validated.get(version_of(row))) is not None:
             found = row_from(store.get(late[0]).decode())
-            row = {**row, **{name: found[name] for name in ("validation_loss", "validation_terms") if name in found}}
+            row = {**row, **{name: found[name] for name in VALIDATION if name in found}}
         yield row
 
 
-def _name_of(row: Row) -> str:
-    """Returns the name of the object of a validation: the version, and the loss such that it has the same bits when it is read."""
-    return f"{row['step']:012d}-{row['generation']:06d}-{float(row['validation_loss'])!r}.json"
-
-
-def _told(store: ObjectStore, run: str) -> dict[Version, tuple[str, float]]:
-    """Returns the object of each validation, and the loss that its name says."""
-    keys = list(store.list(f"{run}/validations/"))
-    parts = [PurePosixPath(key).name.removesuffix(".json").split("-", 2) for key in keys]
-    return {Version(int(step), int(generation)): (key, float(loss)) for key, (step, generation, loss) in zip(keys, parts, strict=True)}
-
-
-def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Version, float]:
+def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Version, Loss]:
     """Returns the loss of each stored validation of ``lineage``.  Reads no rows but those that an older release has stored, if ``older``.
 
     That one wrote no objects for validations, so what is missing are the validations before the first object, where any was due.
     """
     store, name, job = run.store, run.job.name, jobs(run)
-    found = {version: loss for version, (_, loss) in _told(store, name).items() if contains(lineage, version)}
+    found = {version: loss for version, (_, loss) in told.stored(store, name).items() if contains(lineage, version)}
     first = min((version.step for version in found), default=None)
     for place in places(store, name) if older else ():
         asked = job(Version(place.step, place.generation))
         if (first is None or place.step < first) and asked.validation.every and min(asked.validation.every, asked.steps) <= place.step:
             for row in _rows_in(store, name, place):
                 if "validation_loss" in row and contains(lineage, version_of(row)):
-                    found.setdefault(version_of(row), row["validation_loss"])
+                    found.setdefault(version_of(row), told.loss_in(row))
     return found
-
-
-def best(found: Mapping[Version, float]) -> Version | None:
-    """Returns the version with the smallest loss, the first one of several; what is no number is never the best.  None if there is none."""
-    return min((version for version in found if not isnan(found[version])), key=lambda each: (found[each], each), default=None)
 
 
 def jobs(run: Run) -> Callable[[Version], Job]:

@@ -25,8 +25,9 @@ from typing import Any
 from elastic.ids import Version
 from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, contains
+from elastic.report.metrics import numbers_of
 from elastic.runs import asked as recorded
-from elastic.runs import metrics
+from elastic.runs import validations
 from elastic.runs.asked import EXPORT as EXPORT
 from elastic.runs.asked import SAMPLES as SAMPLES
 from elastic.runs.asked import VALIDATION as VALIDATION
@@ -86,8 +87,9 @@ class Kind:
 
 
 def _tell_metrics(run: Run, version: Version, about: Mapping[str, Any]) -> None:
-    numbers = {"validation_loss": about["mean"], "validation_terms": about["count"], "time": time.time()}
-    metrics.store_validation(run.store, run.job.name, {"step": version.step, "generation": version.generation, **numbers})
+    numbers = numbers_of(about["mean"], about["count"], about["held_out"])
+    row = {"step": version.step, "generation": version.generation, "time": time.time(), **numbers}
+    validations.store(run.store, run.job.name, row)
 
 
 KINDS = {EXPORT: Kind(), SAMPLES: Kind(), VALIDATION: Kind(at_end=False, tells=_tell_metrics)}

@@ -11,6 +11,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.stretches import ended
 from elastic.protocol import lineage
+from elastic.report.best import Best, Loss, best, number_of
 from elastic.runs import branches, forks, metrics
 from elastic.runs.forks import Origin
 from elastic.runs.run import Run
@@ -120,14 +121,13 @@ def rewind(run: Run, now: float, version: Version, incarnation: int = 0) -> str:
     return run.branch(now, version, incarnation)
 
 
-def best_of(run: Run) -> tuple[Version, float] | None:
-    """Returns the best validated version of the surviving lineage, whether it was saved or not, and its loss; None without any."""
+def best_of(run: Run) -> Best | None:
+    """Returns the best validated version of the surviving lineage, whether it was saved or not; None without any."""
     history = run.standing(0, 0.0).history
     found = metrics.validations(run, history.lineage, older=history.best is None)
-    if history.best is not None:
-        found.setdefault(history.best.version, history.best.found.mean)
-    version = metrics.best(found)
-    return None if version is None else (version, found[version])
+    for score in filter(None, (history.best, history.validated)):
+        found[score.version] = Loss(score.found.mean, number_of(score.held_out))
+    return best(found)
 
 
 def _best(run: Run) -> Version:
@@ -135,9 +135,10 @@ def _best(run: Run) -> Version:
     name, found = run.job.name, best_of(run)
     if found is None:
         raise JobError(f"{name}@best: {name} has no validation with a number; name a step, or set validation.every in its job")
-    best = found[0]
-    if not (later := [version for version in saved(run) if version >= best]):
-        raise JobError(f"{name}@best: the best validation was after step {best.step}, and there is no checkpoint of it or after it")
+    if not (later := [version for version in saved(run) if version >= found.version]):
+        raise JobError(
+            f"{name}@best: the best validation was after step {found.version.step}, and there is no checkpoint of it or after it"
+        )
     return min(later)
 
 
@@ -161,10 +162,13 @@ def _fork(job: Job, name: str, which: str) -> Start:
 
 
 def _instead(run: Run, which: str, version: Version) -> str:
-    """Returns the end of a sentence that says that ``version`` is not the best, but the next one of which there is a checkpoint."""
-    if which != "best" or (found := best_of(run)) is None or found[0] == version:
+    """Returns the end of a sentence that says if ``version`` is not the best, but the next one of which there is a checkpoint, and if
+    validations on other samples do not count.
+    """
+    if which != "best" or (found := best_of(run)) is None:
         return ""
-    return f"; the best validation was after step {found[0].step}, of which there is no checkpoint"
+    other = "" if found.version == version else f"the best validation was after step {found.version.step}, of which there is no checkpoint"
+    return "".join(f"; {each}" for each in (other, found.left_out) if each)
 
 
 def _warm(job: Job) -> Start:

@@ -17,6 +17,7 @@ from elastic.ids import Version
 from elastic.plan.retention import Found, Keep, reasons, victims, young
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
+from elastic.report.best import best, comparable
 from elastic.runs import branches, forks, metrics, owed
 from elastic.runs.forks import Reference
 from elastic.runs.owed import Debt
@@ -46,9 +47,11 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: fl
     good = {each.version for each in listed if each.good and lineage.contains(asked.lineage, each.version)}
     newest = max(asked.saved, default=None)
     there = [version for version in good if newest is None or version <= newest]
-    kept = reasons(there, keep, asked.best, branched, young(there, written(listed), keep, now))
-    told = metrics.best(metrics.validations(run, asked.lineage, older=False)) if keep.best else None  # the coordinator may not know it yet
-    first = min((version for version in there if told is not None and version >= told), default=None)
+    found = metrics.validations(run, asked.lineage, older=False) if keep.best else {}  # the coordinator may not know the best one yet
+    told, other = best(found), found.keys() - comparable(found).keys()
+    kept_best = asked.best if told is None or asked.best not in other else told.version
+    kept = reasons(there, keep, kept_best, branched, young(there, written(listed), keep, now))
+    first = min((version for version in there if told is not None and version >= told.version), default=None)
     if first is not None and "best" not in kept.get(first, ()):
         kept[first] = (*kept.get(first, ()), "best")
     kept |= {version: (*kept.get(version, ()), "owed") for version in good.intersection(owing)}
@@ -56,9 +59,9 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: fl
         return Verdict(kept)
     spared = {*asked.spared, *branched}
     own = [each for each in listed if run.checkpoints.holder(each.version) == run.job.name]
-    found = [Found(each.version, each.manifest is None and not each.damaged) for each in own if not each.deleted]
+    parts = [Found(each.version, each.manifest is None and not each.damaged) for each in own if not each.deleted]
     marked = sorted(each.version for each in listed if each.deleted and each.version < newest and each.version not in spared)
-    return Verdict(kept, tuple(marked), victims(found, {*kept, *asked.saved}, keep, spared))
+    return Verdict(kept, tuple(marked), victims(parts, {*kept, *asked.saved}, keep, spared))
 
 
 def written(listed: Iterable[Listed]) -> dict[Version, float]:

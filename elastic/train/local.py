@@ -58,7 +58,7 @@ from elastic.train.microbatch import decided
 from elastic.train.model import State, build_model, tensors_of
 from elastic.train.own_metrics import Metrics
 from elastic.train.profiler import Profiler
-from elastic.train.session import make_session, make_snapshots, prepare_process
+from elastic.train.session import held_out_of, make_session, make_snapshots, prepare_process
 from elastic.train.step import Session, Step
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
@@ -218,7 +218,7 @@ class _Local:
             self.found = step, validate(self.session, state, self.apply_fence, step)
             self.show(Scored(time.time(), told_of(step, self.found[1]), step, self.found[1].mean))
             if self.rows:
-                self.rows[-1] = with_validation(self.rows[-1], self.found[1])
+                self.rows[-1] = with_validation(self.rows[-1], self.found[1], held_out_of(self.session))
         return self.found[1]
 
     def _healed(self) -> State:
@@ -282,7 +282,7 @@ class _Local:
                 best = best_of(self.run) if rules.keep_best else None  # no journal says which one it is
             except (StorageError, OSError):
                 return  # the next save looks again
-            self.retention.round(Retain((version,), self.lineage, best and best[0], (self.plan.version,)))
+            self.retention.round(Retain((version,), self.lineage, best and best.version, (self.plan.version,)))
 
     def _pay(self) -> None:
         """Performs what is owed, each once; what fails is tried again at the next save."""

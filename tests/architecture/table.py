@@ -91,12 +91,19 @@ IMPORTS = {
             *("elastic.runs.run", "storage.*", *NAMES),
         )
     ),
-    "elastic.runs.owed": Row(("elastic.protocol.*", "elastic.runs.asked", "elastic.runs.metrics", "elastic.runs.run", "storage.*", *NAMES)),
+    "elastic.runs.owed": Row(
+        (
+            *("elastic.protocol.*", "elastic.report.metrics", "elastic.runs.asked", "elastic.runs.validations"),
+            *("elastic.runs.run", "storage.*", *NAMES),
+        )
+    ),
+    "elastic.runs.validations": Row(("elastic.report.*", "storage.*", *NAMES)),
     "elastic.runs.retention": Row(
         (
             *(
                 "elastic.runs.branches",
                 "elastic.runs.forks",
+                "elastic.report.best",
                 "elastic.runs.metrics",
                 "elastic.runs.owed",
                 "elastic.control.saves",
@@ -113,6 +120,7 @@ IMPORTS = {
                 "elastic.config.values",
                 "elastic.runs.forks",
                 "elastic.job",
+                "elastic.report.best",
                 "elastic.runs.metrics",
                 "elastic.runs.resume",
             ),
@@ -126,6 +134,7 @@ IMPORTS = {
                 "elastic.config.values",
                 "elastic.runs.forks",
                 "elastic.job",
+                "elastic.report.best",
                 "elastic.runs.metrics",
                 "elastic.plan.stretches",
             ),
@@ -144,7 +153,8 @@ IMPORTS = {
     "elastic.runs.metrics": Row(
         (
             *("elastic.runs.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.runs.forks", "elastic.job"),
-            *("elastic.protocol.lineage", "elastic.report.metrics", "elastic.runs.run", "elastic.sinks.port", "storage.*", *NAMES),
+            *("elastic.protocol.lineage", "elastic.report.best", "elastic.report.metrics", "elastic.runs.run", "elastic.runs.validations"),
+            *("elastic.sinks.port", "storage.*", *NAMES),
         )
     ),
     "elastic.sinks": Row(("elastic.sinks", "elastic.sinks.port", "elastic.report.metrics", "storage.*", *NAMES)),

@@ -234,7 +234,7 @@ def test_l2_a_row_waits_for_a_spare_but_not_when_the_run_ends_and_what_comes_lat
     found = {row["step"]: (row["validation_loss"], row["validation_terms"]) for row in rows_of(run) if "validation_loss" in row}
     assert found == {5: (2.0, 4), 10: (1.0, 4)}
     run.commit(Version(10, 1), write(run.checkpoints, Version(10, 1), state_of(TENSORS[:1], seed=1), 1), ((1, 10),), Layout())
-    assert resume.best_of(run) == (Version(10, 1), 1.0)
+    assert resume.best_of(run) == (Version(10, 1), 1.0, 0)
 
 
 class Counting(Forwarding):
@@ -273,7 +273,7 @@ def test_l5_the_best_of_a_run_is_found_without_the_rows_of_its_steps(tmp_path: P
             if int(path.name[:12]) <= after:
                 path.unlink()
         counting = Counting(run.store)
-        assert resume.best_of(Run(run.job, counting)) == (expected, rows[expected]) == (Version(1500, 1), -0.1)
+        assert resume.best_of(Run(run.job, counting)) == (expected, rows[expected], 0) == (Version(1500, 1), -0.1, 0)
         assert (counting.read["metrics"] > 0) is reads
     never = of_thousands(tmp_path, 0, "never")
     counting = Counting(never.store)
@@ -287,7 +287,7 @@ def test_l5_the_best_is_of_the_steps_that_survived(tmp_path: Path) -> None:
         version = Version(step, 1 if step == 1000 else 2)
         line = ((1, 1000),) if step == 1000 else ((1, 1000), (2, 3000))
         run.commit(version, write(run.checkpoints, version, state_of(TENSORS[:1], seed=1), 1), line, Layout())
-    assert resume.best_of(run) == (Version(1000, 1), abs(1000 - 1500) / 3 - 0.1)
+    assert resume.best_of(run) == (Version(1000, 1), abs(1000 - 1500) / 3 - 0.1, 0)
 
 
 def test_l2_the_numbers_of_a_row() -> None:

@@ -328,7 +328,7 @@ def test_the_best_is_chosen_by_one_rule_and_what_is_no_number_is_never_the_best(
     with pytest.raises(JobError, match="no validation with a number"):
         start_of(run.job.replace(name="other"), "toy@best")
     owed.note_done(run, Debt(versions[0], owed.VALIDATION), owed.validated(Validated(3.0, 1), HELD_OUT))
-    assert best_of(run) == (versions[0], 3.0) and "best" in look(run, run.job.keep()).verdict.kept[versions[0]]
+    assert best_of(run) == (versions[0], 3.0, 0) and "best" in look(run, run.job.keep()).verdict.kept[versions[0]]
 
 
 def test_status_and_the_page_list_what_is_owed_and_what_was_given_up(tmp_path: Path) -> None:

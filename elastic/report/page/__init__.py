@@ -72,8 +72,9 @@ def _tiles(facts: Facts, shares: Sequence[Share]) -> list[Tile]:
     if columns.known("loss"):
         tiles.append(Tile("Training loss", shown(columns.last("loss")), f"{shown(first(columns, 'loss'))} at the beginning"))
     if (best := best_validation(columns)) is not None:
-        step, loss = best
-        tiles.append(Tile("Best validation loss", shown(loss), f"after step {step:,}; {shown(columns.last('validation_loss'))} at last"))
+        others = f"; {best.left_out}" if best.left_out else ""
+        last = f"{shown(columns.last('validation_loss'))} at last"
+        tiles.append(Tile("Best validation loss", shown(best.loss), f"after step {best.version.step:,}; {last}{others}"))
     if (rate := throughput(columns)) > 0:
         what = unit_of(columns, facts.global_batch)
         tiles.append(Tile("Throughput", shown(rate), f"{what} a second, over all measured steps"))

@@ -7,6 +7,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from elastic.ids import Version
+from elastic.report.best import Best, Loss, best
 from elastic.report.page.model import Chart, Facts, Lane, Line, Mark
 from elastic.report.page.series import GRADIENT, LOSS, SPIKE, Bucket, Columns, buckets, sampled, smoothed
 from elastic.report.page.words import TEXT, clipped, counted, shown
@@ -84,11 +86,14 @@ def charts_of(facts: Facts) -> list[Chart]:
     steps = columns["step"]
     by_step = (0.0, max(float(facts.reached), 1.0))
     loss = [*_averaged(steps, columns["loss"]), Line("validation", "points", buckets(steps, columns["validation_loss"]))]
-    lanes, best = _lanes(moments, by_step, None), best_validation(columns)
-    found = f" The best validation loss is {shown(best[1])}, after step {best[0]:,}." if best else ""
+    lanes, found = _lanes(moments, by_step, None), best_validation(columns)
+    lowest = ""
+    if found:
+        others = f" ({found.left_out})" if found.left_out else ""
+        lowest = f" The best validation loss is {shown(found.loss)}, after step {found.version.step:,}{others}."
     fell = f"The training loss goes from {shown(first(columns, 'loss'))} to {shown(columns.last('loss'))}." if columns.known("loss") else ""
     charts = [
-        Chart("loss", "Loss", "", "step", by_step, [each for each in loss if each.points], lanes, _wide_range(loss), told=fell + found),
+        Chart("loss", "Loss", "", "step", by_step, [each for each in loss if each.points], lanes, _wide_range(loss), told=fell + lowest),
         _norm(columns, by_step),
         _rate(columns, by_step),
     ]
@@ -176,10 +181,12 @@ def first(columns: Columns, name: str) -> float:
     return next((value for value in columns[name] if math.isfinite(value)), math.nan)
 
 
-def best_validation(columns: Columns) -> tuple[int, float] | None:
-    """Returns the step with the smallest validation loss, and that loss; None if nothing was validated."""
-    found = [(loss, step) for step, loss in zip(columns["step"], columns["validation_loss"], strict=True) if math.isfinite(loss)]
-    return (int(min(found)[1]), min(found)[0]) if found else None
+def best_validation(columns: Columns) -> Best | None:
+    """Returns the best of the validations that can be compared; None if nothing was validated."""
+    each = zip(columns["step"], columns["validation_loss"], columns["validation_data"], strict=True)
+    known = [(int(step), loss, data) for step, loss, data in each if math.isfinite(loss) or math.isfinite(data)]
+    found = {Version(step, 0): Loss(loss, int(data) if math.isfinite(data) else 0) for step, loss, data in known}
+    return best(found)
 
 
 def throughput(columns: Columns) -> float:

@@ -1,0 +1,51 @@
+"""The validations of a run in its bucket: an object for each, whose name says what was found.
+
+    <run>/validations/000000000050-000003-2.7183_3735928559.json
+
+The name has the version, the loss, and the number that stands for the held-out samples (:mod:`elastic.report.best`).  So one listing
+finds the best of a hundred thousand steps, and reads no row.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import PurePosixPath
+
+from elastic.ids import Version
+from elastic.report.best import Loss
+from elastic.report.metrics import VALIDATION, Row, json_line
+from storage.errors import Exists
+from storage.objects import ObjectStore
+
+TOLD = ("step", "generation", "time", *VALIDATION)
+"""Names of the numbers of a row that the object of its validation has, too."""
+
+
+def store(bucket: ObjectStore, run: str, row: Row) -> None:
+    """Writes the object of a validation.  ``row`` has the numbers of :data:`TOLD`, and may have others.  What is there stays."""
+    text = json_line({name: row[name] for name in TOLD if name in row})
+    with suppress(Exists):
+        bucket.put_if_absent(f"{run}/validations/{_name_of(row)}", f"{text}\n".encode())
+
+
+def stored(bucket: ObjectStore, run: str) -> dict[Version, tuple[str, Loss]]:
+    """Returns the object of each validation, and what its name says."""
+    return {version: (key, loss) for key in bucket.list(f"{run}/validations/") for version, loss in [_in(PurePosixPath(key).name)]}
+
+
+def loss_in(row: Row) -> Loss:
+    """Returns the loss of a row that has one."""
+    return Loss(row["validation_loss"], int(row.get("validation_data", 0)))
+
+
+def _name_of(row: Row) -> str:
+    """Returns the name of the object of a validation.  The loss has the same bits when it is read."""
+    loss = loss_in(row)
+    over = f"_{loss.data}" if loss.data else ""
+    return f"{row['step']:012d}-{row['generation']:06d}-{float(loss.mean)!r}{over}.json"
+
+
+def _in(name: str) -> tuple[Version, Loss]:
+    step, generation, found = name.removesuffix(".json").split("-", 2)
+    mean, _, data = found.partition("_")
+    return Version(int(step), int(generation)), Loss(float(mean), int(data or 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from actors.terminal import console, say
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.protocol import lineage
 from elastic.report.page.words import counted
 from elastic.runs import branches, forks, retention
 from elastic.runs.quarantine import Held, held_in
@@ -147,30 +149,55 @@ def diff(job: Job, steps: Sequence[int], every: bool, top: int) -> int:
     return 0
 
 
-def rm(job: Job, step: int, force: bool) -> int:
-    """Deletes the checkpoints of ``step``, whatever the rules say.
+def rm(job: Job, which: str, force: bool) -> int:
+    """Deletes the checkpoint of a step, whatever the rules say: the run's own, or one that it has left behind if its generation is named.
 
-    Raises :class:`JobError` if there are none, or if the run goes on from there or from before, or a branch does, and
-    :class:`PlatformGaveUp` if the run may live, unless ``force``.
+    ``which`` is a step, or a step and a generation with a dot between them.  Raises :class:`JobError` if there is none, or if the run goes
+    on from there or from before, or a branch does, and :class:`PlatformGaveUp` if the run may live, unless ``force``.
     """
+    if not re.fullmatch(r"\d+(\.\d+)?", which):
+        raise JobError(f"--step = {which!r} must be a step, as 400, or a step and its generation, as 400.3")
     run, claim = at_rest(job, force, LIVES)
-    found = [each.version for each in run.checkpoints.at(step)]
-    for version in set(found) & run.checkpoints.inherited.keys():
-        raise JobError(f"--step {step} is a checkpoint of run {run.checkpoints.holder(version)!r}, from which {job.name} was forked")
-    newest = run.newest() or Version(0, 0)
+    step, _, generation = which.partition(".")
+    there = [each.version for each in run.checkpoints.at(int(step))]
+    left = _left_behind(run, there)
+    found = [each for each in there if (each.generation == int(generation) if generation else each not in left)]
+    if not found and not left:
+        raise JobError(f"--step {which}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those that it has")
     if not found:
-        raise JobError(f"--step {step}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those that it has")
-    if max(found) >= newest:
-        if newest in found:
-            raise JobError(f"--step {step} is the newest good checkpoint, from which the run goes on; it stays until there is a newer one")
-        raise JobError(
-            f"--step {step} is later than step {newest.step}, from which the run goes on; it stays until the run has saved a later step"
-        )
-    needed = retention.needed(run)
-    for version in needed.keys() & set(found):
-        raise JobError(f"--step {step}: {needed[version]} goes on from there, so it stays")
+        raise JobError(f"--step {which}: {job.name} has no such checkpoint, but has left behind {_named(left)}; name one so to delete it")
+    for version in found:
+        _check_not_needed(run, version, f"--step {which}")
     _delete(run, found, "`elastic checkpoint rm`", claim)
+    if others := [each for each in left if each not in found]:
+        say(f"what {job.name} has left behind stays: {_named(others)}; name one so to delete it")
     return 0
+
+
+def _left_behind(run: Run, versions: Sequence[Version]) -> list[Version]:
+    """Returns those of ``versions`` that are not on the way of the run: a branch or a fall-back has abandoned them."""
+    line, every = run.standing(0, 0.0).history.lineage, branches.every(run.store, run.job.name)
+    passed = [each for each in versions if each.step <= lineage.tip(line).step and not lineage.contains(line, each)]
+    return [each for each in versions if each in passed or branches.abandoned(every, each)]
+
+
+def _named(versions: Sequence[Version]) -> str:
+    return ", ".join(f"{each} (--step {each.step}.{each.generation})" for each in versions)
+
+
+def _check_not_needed(run: Run, version: Version, asked: str) -> None:
+    """Raises :class:`JobError` if the run or another one goes on from a checkpoint, or if the run may still do so."""
+    if version in run.checkpoints.inherited:
+        raise JobError(f"{asked} is a checkpoint of run {run.checkpoints.holder(version)!r}, from which {run.job.name} was forked")
+    newest = run.newest() or Version(0, 0)
+    if version == newest:
+        raise JobError(f"{asked} is the newest good checkpoint, from which the run goes on; it stays until there is a newer one")
+    if version > newest and not _left_behind(run, [version]):
+        raise JobError(
+            f"{asked} is later than step {newest.step}, from which the run goes on; it stays until the run has saved a later step"
+        )
+    if (why := retention.needed(run).get(version)) is not None:
+        raise JobError(f"{asked}: {why} goes on from there, so it stays")
 
 
 def gc(job: Job, dry: bool, force: bool) -> int:

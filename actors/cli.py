@@ -200,7 +200,7 @@ def _add_checkpoint(parsers: Any) -> None:
     _takes_job(parsers, "ls", commands.checkpoint_ls, "list the checkpoints")
     rm = _takes_job(parsers, "rm", commands.checkpoint_rm, "delete the checkpoint of a step, of a run that does not live")
     gc = _takes_job(parsers, "gc", commands.checkpoint_gc, "delete what no rule of the job keeps, and what saves have left unfinished")
-    rm.add_argument("--step", type=int, required=True, help="step of the checkpoint")
+    rm.add_argument("--step", required=True, help="step of the checkpoint, or STEP.GENERATION of one that a rewind has left behind")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     for command in (rm, gc):
         command.add_argument("--force", action="store_true", help="do so even if it is not certain that the run does not live")

@@ -280,7 +280,7 @@ def test_l7_what_a_fork_needs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.version.step for each in run.checkpoints.versions()] == [2, 4, 5], "the control: 1 and 3 are deleted"
     monkeypatch.setattr("elastic.job.Job.keep", lambda self: Keep())
     with pytest.raises(JobError, match="--step 2: run 'fork' goes on from there, so it stays"):
-        checkpoint_commands.rm(run.job, 2, force=True)
+        checkpoint_commands.rm(run.job, "2", force=True)
     fork = Run.find(run.job.replace(name="fork"))
     assert [each.version for each in fork.checkpoints.versions()] == [OLD] and fork.newest() == OLD
     for step in (3, 4, 5):
@@ -291,7 +291,7 @@ def test_l7_what_a_fork_needs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         collect(fork, Keep(last=1), Retain((Version(5, 2),), ((1, 2), (2, 5)), None, ()), claim)
     assert [each.version for each in fork.checkpoints.versions()] == [OLD, Version(5, 2)]
     with pytest.raises(JobError, match="--step 2 is a checkpoint of run 'run', from which fork was forked"):
-        checkpoint_commands.rm(fork.job, 2, force=True)
+        checkpoint_commands.rm(fork.job, "2", force=True)
     with pytest.raises(ValueError, match="so fork does not delete it"):
         fork.checkpoints.mark(OLD, "a mistake")
     assert run.checkpoints.verify(OLD).good

@@ -257,11 +257,46 @@ def test_l7_rm_deletes_one_and_refuses_what_is_needed(ended: Callable[..., tuple
     branches.begin(run.store, run.job.replace(steps=99), run.job, Version(3, 1), 0.0)
     for step, why in ((6, "the newest good checkpoint"), (3, "branch 2 of toy goes on from there"), (9, "has no checkpoint of that step")):
         with pytest.raises(JobError, match=rf"--step {step}\b.*{why}"):
-            checkpoint_commands.rm(run.job, step, force=False)
+            checkpoint_commands.rm(run.job, str(step), force=False)
     assert len(run.checkpoints.versions()) == 6
-    assert checkpoint_commands.rm(run.job, 2, force=False) == 0
+    assert checkpoint_commands.rm(run.job, "2", force=False) == 0
     assert said == ["step 2 of generation 1 is deleted"]
     assert [each.version.step for each in run.checkpoints.versions()] == [1, 3, 4, 5, 6]
+
+
+def test_rm_deletes_the_checkpoint_of_the_present_line_and_one_that_was_left_behind_when_it_is_named(
+    ended: Callable[..., tuple[Run, list[str]]],
+) -> None:
+    """A rewind to step 2 has left behind steps 3 to 6 of generation 1, and the run has made 3 and 4 again.  The judge is the folders."""
+    run, said = ended()
+    branches.begin(run.store, run.job, run.job, Version(2, 1), 0.0, until=1)
+    for step in (3, 4):
+        lineage = ((1, 2), (2, step))
+        run.commit(Version(step, 2), write(run.checkpoints, Version(step, 2), STATE, 1), lineage, Layout())
+    steps = Path(run.job.bucket) / run.job.name / "steps"
+    there = lambda: sorted(f"{int(path.parent.name)}.{path.name[1:]}" for path in steps.glob("*/g*"))  # noqa: E731
+    assert there() == ["1.1", "2.1", "3.1", "3.2", "4.1", "4.2", "5.1", "6.1"], "the control"
+    assert checkpoint_commands.rm(run.job, "3", force=False) == 0
+    assert there() == ["1.1", "2.1", "3.1", "4.1", "4.2", "5.1", "6.1"]
+    told = "what toy has left behind stays: step 3 of generation 1 (--step 3.1); name one so to delete it"
+    assert said == ["step 3 of generation 2 is deleted", told]
+    for named, gone in (("3.1", "step 3 of generation 1"), ("4.1", "step 4 of generation 1"), ("6.1", "step 6 of generation 1")):
+        assert checkpoint_commands.rm(run.job, named, force=False) == 0 and said[-1] == f"{gone} is deleted"
+    assert there() == ["1.1", "2.1", "4.2", "5.1"] and run.newest() == Version(4, 2)
+    write(run.checkpoints, Version(9, 2), STATE, 1)
+    refused = {
+        "9": "is later than step 4, from which the run goes on",
+        "5": r"no such checkpoint, but has left behind step 5 of generation 1 \(--step 5.1\)",
+        "5.2": r"no such checkpoint, but has left behind step 5 of generation 1 \(--step 5.1\)",
+        "4.2": "the newest good checkpoint",
+        "2.1": "branch 2 of toy goes on from there",
+        "8.1": "has no checkpoint of that step",
+        "4.2.1": "must be a step, as 400, or a step and its generation",
+    }
+    for named, why in refused.items():
+        with pytest.raises(JobError, match=f"--step .*{named}.*{why}"):
+            checkpoint_commands.rm(run.job, named, force=False)
+    assert there() == ["1.1", "2.1", "4.2", "5.1", "9.2"]
 
 
 def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple[Run, list[str]]]) -> None:
@@ -294,7 +329,7 @@ def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple
 def test_l7_a_run_that_may_live_is_left_alone(ended: Callable[..., tuple[Run, list[str]]]) -> None:
     run, _ = ended(checkpoint={"keep_last": 2})
     run.claim("127.0.0.1:1", "a cluster that cannot be reached")
-    for command in (lambda force: checkpoint_commands.rm(run.job, 1, force), lambda force: checkpoint_commands.gc(run.job, False, force)):
+    for command in (lambda force: checkpoint_commands.rm(run.job, "1", force), lambda force: checkpoint_commands.gc(run.job, False, force)):
         with pytest.raises(PlatformGaveUp, match=r"cannot be reached from here.*--force"):
             command(False)
     assert len(run.checkpoints.versions()) == 6

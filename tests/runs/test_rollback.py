@@ -117,7 +117,7 @@ def test_what_was_abandoned_is_told_by_each_command_that_meets_it(tmp_path: Path
     dry = ("checkpoint", "gc", "JOB", "--dry-run")
     assert said(*dry) == "0 would be deleted, 4 kept; checkpoint.keep_last = 0 keeps all that are complete"
     assert "goes on from step 0: its settings stay; it abandons 8 steps, 1 to 8" in said("rollback", "JOB", "--to", "0")
-    assert "--step 6 is later than step 0, from which the run goes on" in said("checkpoint", "rm", "JOB", "--step", "6", code=1)
+    assert "has left behind step 6 of generation 1 (--step 6.1)" in said("checkpoint", "rm", "JOB", "--step", "6", code=1)
     assert "makes the steps 1 to 8, and its newest checkpoint is of step 0" in said("rerun", "JOB", "--step", "1000", code=1)
     refused = said("rollback", "JOB", "--to", "7", code=1)
     assert "--to 7: no good checkpoint at step 7" in refused and "abandoned those of 2, 4, 6, 8" in refused

@@ -7,6 +7,9 @@ So a run that is started writes down what its job asks, if that is not what is w
     <run>/asked/<number>.json                what the job asked from some generation on: only the sections, and the generation before
 
 Generations only grow, so the generation of a checkpoint says which of these documents counts for it.
+
+An older release recorded nothing when these settings were changed, and made for all checkpoints what the job said with which it was started
+last.  So a run that it began owes by the first job with which this release starts it: for all checkpoints since the newest document.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ def of(run: Run) -> Asked:
     store, name = run.store, run.job.name
     found = list[tuple[tuple[int, int, int], Sections]]()
     with suppress(Missing):  # the run has not begun
-        found.append(((0, 0, 0), sections_of(branches.first(store, name))))
+        found.append(((0, 0, 0), sections_of(branches.first(store, name).job)))
     for each in branches.every(store, name):
         found.append(((max(each.get("until", 0), each["generation"]), each.get("claim", 0), 0), sections_of(each["job"])))
     found += [((each["generation"], each["claim"], 1), each["sections"]) for each in _documents(run).every()]
@@ -114,13 +117,21 @@ def _sections_of(job: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
 def begin(run: Run, generation: int, claim: int) -> None:
     """Records what the run's job asks of the checkpoints of generations after ``generation``, unless the run's documents say that already.
 
-    Whoever has claimed the run as ``claim`` calls it before its first checkpoint.
+    Of a run that nobody has recorded it for, it counts for all checkpoints since the newest branch.  Whoever has claimed the run as
+    ``claim`` calls it before its first checkpoint.
     """
     now, documents = sections_of(run.job.model_dump(mode="json")), _documents(run)
-    while of(run).of(generation + 1) != now:
+    while not (is_known := _is_recorded(run, documents)) or of(run).of(generation + 1) != now:
+        since = generation if is_known else of(run).since[-1][0]
         with suppress(Exists):  # of a coordinator that this one has replaced: the newer claim counts
-            documents.add(documents.newest() + 1, {"format": FORMAT, "generation": generation, "claim": claim, "sections": now})
+            documents.add(documents.newest() + 1, {"format": FORMAT, "generation": since, "claim": claim, "sections": now})
             return
+
+
+def _is_recorded(run: Run, documents: Numbered) -> bool:
+    """Returns whether the documents of a run say all that it asked.  Those that an older release has written do not."""
+    begun = branches.first(run.store, run.job.name).begun or {}
+    return documents.newest() > 0 or bool(begun.get("asked"))
 
 
 def _documents(run: Run) -> Numbered:

@@ -43,7 +43,7 @@ def newest(store: ObjectStore, name: str) -> Branch | None:
     if number := documents.newest():
         return _of(documents.read(number))
     with suppress(Missing):
-        return _begun(store, name)
+        return first(store, name)
     return None
 
 
@@ -53,9 +53,10 @@ def stored(store: ObjectStore, name: str) -> dict[str, Any] | None:
     return None if found is None else found.job
 
 
-def first(store: ObjectStore, name: str) -> dict[str, Any]:
-    """Returns the job with which the run began."""
-    return _begun(store, name).job
+def first(store: ObjectStore, name: str) -> Branch:
+    """Returns the branch with which the run began.  Raises :class:`Missing` if there is no such run."""
+    begun = json.loads(store.get(f"{name}/job.json"))
+    return _of(begun)._replace(begun=begun)
 
 
 def number_of(store: ObjectStore, name: str) -> int:
@@ -71,7 +72,7 @@ def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
 def at(store: ObjectStore, name: str, version: Version) -> Branch:
     """Returns the branch of which ``version`` is."""
     found = made_by(every(store, name), version)
-    return _begun(store, name) if found is None else _of(found)
+    return first(store, name) if found is None else _of(found)
 
 
 def made_by(every: Sequence[Mapping[str, Any]], version: Version) -> Mapping[str, Any] | None:
@@ -181,12 +182,6 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _shown(differs: Mapping[str, tuple[Any, Any]], there: str = " there and ", here: str = " here") -> str:
     return ", ".join(f"{key} = {before!r}{there}{after!r}{here}" for key, (before, after) in list(differs.items())[:4])
-
-
-def _begun(store: ObjectStore, name: str) -> Branch:
-    """Returns branch 1.  Raises :class:`Missing` if there is no such run."""
-    begun = json.loads(store.get(f"{name}/job.json"))
-    return _of(begun)._replace(begun=begun)
 
 
 def _of(document: Mapping[str, Any]) -> Branch:

@@ -243,8 +243,8 @@ def _settle(store: ObjectStore, name: str, reference: Reference, *, needed: bool
 
 
 def document(job: Job, **more: Any) -> bytes:
-    """Returns the document ``job.json`` of a run that begins."""
-    return json.dumps({"format": 1, "digest": job.digest, "job": json.loads(job.to_json()), **more}).encode()
+    """Returns the document ``job.json`` of a run that begins.  "asked": it records what it asks (``asked.py``) from its beginning on."""
+    return json.dumps({"format": 1, "digest": job.digest, "asked": True, "job": json.loads(job.to_json()), **more}).encode()
 
 
 def _look(store: ObjectStore, origin: Origin) -> Listed | None:

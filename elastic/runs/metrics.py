@@ -133,7 +133,7 @@ def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Versi
 def jobs(run: Run) -> Callable[[Version], Job]:
     """Returns the function that gives the job of a version, that of the branch of the run in which it was committed."""
     later = [(each["generation"], run.job.begun_as(each["job"])) for each in reversed(branches.every(run.store, run.job.name))]
-    first = run.job.begun_as(branches.first(run.store, run.job.name)) if later else run.job
+    first = run.job.begun_as(branches.first(run.store, run.job.name).job) if later else run.job
     return lambda version: next((job for since, job in later if version.generation > since), first)
 
 

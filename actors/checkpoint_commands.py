@@ -15,9 +15,10 @@ from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol import lineage
+from elastic.protocol.spikes import Held
 from elastic.report.page.words import counted
 from elastic.runs import branches, forks, retention
-from elastic.runs.quarantine import Held, held_in
+from elastic.runs.quarantine import held_in
 from elastic.runs.run import Run
 from storage.checkpoints import EXPORTED, Manifest
 from storage.errors import Exists

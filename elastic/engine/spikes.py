@@ -19,17 +19,14 @@ from elastic.errors import DataError
 from elastic.job import Job
 from elastic.protocol import spikes
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.spikes import SpikeRule
+from elastic.protocol.spikes import QUARANTINE, Held, SpikeRule
 from storage.slices import Tensor
 
-HISTORY, QUARANTINE, HEIGHTS = "spikes.history", "spikes.quarantine", "spikes.microbatches"
-"""The tensors.
+HISTORY, HEIGHTS = "spikes.history", "spikes.microbatches"
+"""The tensors beside that of the quarantine (:data:`~elastic.protocol.spikes.QUARANTINE`).
 
-A row of the history is (1, loss, norm) of a step, newest last.  A row of the quarantine is (sample, first step that does not read it),
-oldest first.  In a mixture with weights the step is negative, for a sample that is replaced by one of its own source.  Earlier versions
-wrote the step itself there and replaced the sample by one of any source; such a row still means that.  Of a sample whose step was applied
-without its microbatch there is -1 - sample.  A row of the microbatches, which are there with ``microbatch_z``, is (1, height), newest
-last.  Rows of zeros stand for nothing.
+A row of the history is (1, loss, norm) of a step, newest last.  A row of the microbatches, which are there with ``microbatch_z``, is
+(1, height), newest last.  Rows of zeros stand for nothing.
 """
 DTYPES = {"F64": torch.float64, "I64": torch.int64}
 MOST = 10_000
@@ -97,17 +94,18 @@ class Spikes:
         known = self._read()
         return spikes.most_loss(known.past, known.heights, self.rule)
 
-    def judged(self, outcome: Outcome, sizes: Sequence[int]) -> Outcome:
+    def judged(self, outcome: Outcome, sizes: Sequence[int], most: float | None = None) -> Outcome:
         """Returns the outcome of a step, before it is applied, with the spike that it is.
 
-        ``sizes`` are the numbers of samples of each source: of the parts of a mixture with weights, else of the one data set.
+        ``sizes`` are the numbers of samples of each source: of the parts of a mixture with weights, else of the one data set.  ``most`` is
+        the :meth:`most_loss` by which the gradient was made.
 
         Raises :class:`DataError` if too many samples were in quarantine.
         """
         if not self._tensors:
             return outcome
         known = self._read()
-        outcome = spikes.judged(known.past, outcome, self.rule, self.most_loss())
+        outcome = spikes.judged(known.past, outcome, self.rule, most)
         if outcome.quarantined:
             self._refuse_too_many(outcome, sizes)
         return outcome
@@ -137,9 +135,8 @@ class Spikes:
             self._tensors[HEIGHTS][-len(heights) :] = torch.tensor([(1.0, each) for each in heights], dtype=torch.float64)
         new = {sample: outcome.step + 1 for sample in outcome.quarantined if sample not in quarantined}
         if new:
-            rows, signs = self._tensors[QUARANTINE], -1 if self._weighted else 1
-            written = [(-1 - sample if outcome.applies else sample, signs * step) for sample, step in new.items()]
-            rows[len(quarantined) : len(quarantined) + len(new)] = torch.tensor(written, dtype=torch.int64)
+            rows = [Held(sample, outcome.step, outcome.applies, not self._weighted).row for sample in new]
+            self._tensors[QUARANTINE][len(quarantined) : len(quarantined) + len(new)] = torch.tensor(rows, dtype=torch.int64)
         anywhere = known.anywhere if self._weighted else known.anywhere.union(new)
         applied = known.applied.union(new) if outcome.applies else known.applied
         self._known = _Known(past, heights, quarantined | new, anywhere, applied)
@@ -149,8 +146,9 @@ class Spikes:
             past = [(loss, norm) for known, loss, norm in self._tensors[HISTORY].tolist() if known] if self._tensors else []
             heights = [height for known, height in self._tensors[HEIGHTS].tolist() if known] if HEIGHTS in self._tensors else []
             rows = self._tensors[QUARANTINE] if self._tensors else torch.empty((0, 2), dtype=torch.int64)
-            written = [(max(each, -1 - each), each < 0, step) for each, step in rows[rows[:, 1] != 0].tolist()]
-            quarantined = {sample: abs(step) for sample, _, step in written}
-            anywhere = frozenset(sample for sample, _, step in written if step > 0)
-            self._known = _Known(past, heights, quarantined, anywhere, frozenset(sample for sample, applied, _ in written if applied))
+            held = [each for row in rows[rows[:, 1] != 0].tolist() if (each := Held.of(row)) is not None]
+            quarantined = {each.sample: each.step + 1 for each in held}
+            anywhere = frozenset(each.sample for each in held if each.anywhere)
+            applied = frozenset(each.sample for each in held if each.applied)
+            self._known = _Known(past, heights, quarantined, anywhere, applied)
         return self._known

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import fsum, isfinite, log
 from statistics import median
+from typing import NamedTuple
 
 from elastic.protocol.commit_record import Outcome, Spike
 
@@ -34,6 +35,8 @@ ENOUGH = 48
 """Number of microbatches before the step from which on microbatches are judged."""
 NEWEST_STEPS = 8
 """Number of steps whose median loss is the level from which the losses of the next step's microbatches are counted."""
+QUARANTINE = "spikes.quarantine"
+"""The name of the tensor with the samples in quarantine, which is part of the state: the rows of :class:`Held`, oldest first."""
 Past = Sequence[tuple[float, float]]
 """The loss and the norm of the newest steps that count, oldest first."""
 
@@ -52,6 +55,33 @@ class SpikeRule:
     """True if the samples that cause a spike, or a loss that is not finite, are not read again."""
     microbatch_z: float = 0.0
     """Robust z-score above which a microbatch is left out of its step; 0: none is."""
+
+
+class Held(NamedTuple):
+    """A sample in quarantine.
+
+    Its row is (sample, first step that does not read it).  Of a sample whose step was applied without its microbatch there is -1 - sample.
+    In a mixture with weights the step is negative, for a sample that is replaced by one of its own source.  Earlier versions wrote the step
+    itself there and replaced the sample by one of any source; such a row still means that.  A row of zeros stands for nothing.
+    """
+
+    sample: int
+    step: int
+    """The step that put it there, which was the last to read it."""
+    applied: bool
+    """True if that step changed weights, without the sample's microbatch; false if it was skipped."""
+    anywhere: bool
+    """True if a sample of any source takes its place."""
+
+    @classmethod
+    def of(cls, row: Sequence[int]) -> Held | None:
+        """Returns the sample of a row, or None."""
+        sample, first = row
+        return cls(max(sample, -1 - sample), abs(first) - 1, sample < 0, first > 0) if first else None
+
+    @property
+    def row(self) -> tuple[int, int]:
+        return -1 - self.sample if self.applied else self.sample, (self.step + 1) * (1 if self.anywhere else -1)
 
 
 def robust_deviation(values: Sequence[float], middle: float) -> float:

@@ -108,6 +108,8 @@ class Share:
     """The validation of the state before the step."""
     own_rate: float | None = None
     """The learning rate that a schedule of the user's says."""
+    most_loss: float | None = None
+    """The largest mean loss of a microbatch that counts; None if each does."""
     keeps: list[torch.Tensor] = field(default_factory=list)
     """True for each microbatch that counts, on the device; empty if each does."""
 
@@ -151,8 +153,8 @@ class Step:
         self.outcome: Outcome | None = None
         """The outcome of the step, once it is applied."""
         own_rate = own_rate_of(session.job, number)  # a schedule of the user's that fails must do so before the commit
-        self._share = Share([], [], [], validated=validated, own_rate=own_rate)
-        self._rounds, self._begun, self._open, self._most_loss = 0, False, False, state.spikes.most_loss()
+        self._share = Share([], [], [], validated=validated, own_rate=own_rate, most_loss=state.spikes.most_loss())
+        self._rounds, self._begun, self._open = 0, False, False
         self._failure = _Failure()
         self._shape, device = shape.of(session.cursor.microbatches(number, session.job.microbatch_size)), state.world.device
         session.meter.begin(shape.generation, session.loader.waited_s, device)
@@ -258,9 +260,9 @@ class Step:
         share.losses.append(loss.detach())
         share.counts.append(torch.as_tensor(count, device=state.world.device))
         weight: float | torch.Tensor = 0.0 if index is None else state.optimizer.loss_scale.value
-        if self._most_loss is not None:  # as :attr:`Outcome.left_out` finds, in the same arithmetic
+        if share.most_loss is not None:  # as :attr:`Outcome.left_out` finds, in the same arithmetic
             terms = share.counts[-1].double().trunc()
-            share.keeps.append((share.losses[-1].double() <= self._most_loss * terms) | (terms == 0))
+            share.keeps.append((share.losses[-1].double() <= share.most_loss * terms) | (terms == 0))
             weight = weight * share.keeps[-1].to(loss.dtype)
         with told_of_views():
             (loss if isinstance(weight, float) and weight == 1 else loss * weight).backward()
@@ -456,7 +458,7 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
         outcome = replace(outcome, lr=share.own_rate)
     if not outcome.finite and state.optimizer.loss_scale.shrinks:
         outcome = replace(outcome, rescales=True)
-    outcome = state.spikes.judged(outcome, session.cursor.sizes)
+    outcome = state.spikes.judged(outcome, session.cursor.sizes, share.most_loss)
     if len(squares):
         outcome = _with_layers(state, outcome, squares)
     session.counters["collective"] = 2

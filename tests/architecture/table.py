@@ -142,7 +142,7 @@ IMPORTS = {
         )
     ),
     "elastic.runs.named": Row(("elastic.config.settings", "elastic.job", "elastic.runs.branches", "storage.objects", *NAMES)),
-    "elastic.runs.quarantine": Row(("storage.checkpoints",)),
+    "elastic.runs.quarantine": Row(("elastic.protocol.spikes", "storage.checkpoints")),
     "elastic.runs.skipped": Row(
         (
             *("elastic.control.skips", "elastic.report.metrics", "elastic.runs.metrics", "elastic.runs.quarantine"),

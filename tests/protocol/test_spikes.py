@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic.protocol import spikes
 from elastic.protocol.commit_record import Outcome, Spike
-from elastic.protocol.spikes import ENOUGH, LEAST, SpikeRule, after, heights_after, judged, most_loss, robust_z
+from elastic.protocol.spikes import ENOUGH, LEAST, Held, SpikeRule, after, heights_after, judged, most_loss, robust_z
 
 pytestmark = pytest.mark.fast
 
@@ -28,6 +28,21 @@ def step(*losses: float, number: int = 20, norm: float = 1.0, finite: bool = Tru
     """Returns a commit of microbatches of 10 terms and two samples each, with these mean losses, and with the norm of the mean gradient."""
     counts, samples = (10,) * len(losses), tuple((2 * i, 2 * i + 1) for i in range(len(losses)))
     return Outcome(number, 1, (norm * 10 * len(losses)) ** 2, tuple(10 * loss for loss in losses), counts, samples, finite)
+
+
+@pytest.mark.parametrize(
+    ("row", "held"),
+    [
+        ((5, 4), Held(5, 3, applied=False, anywhere=True)),
+        ((0, 1), Held(0, 0, applied=False, anywhere=True)),
+        ((0, -4), Held(0, 3, applied=False, anywhere=False)),
+        ((-1, 4), Held(0, 3, applied=True, anywhere=True)),
+        ((-6, -4), Held(5, 3, applied=True, anywhere=False)),
+    ],
+)
+def test_a_row_of_the_quarantine_is_read_as_it_was_written(row: tuple[int, int], held: Held) -> None:
+    """The rows are written by hand, as checkpoints have them: the sample, or -1 less it, and the first step that does not read it."""
+    assert Held.of(row) == held and held.row == row and Held.of((0, 0)) is None
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(-1e6, 1e6))

@@ -18,14 +18,16 @@ from torch import nn
 from actors.launch import launch
 from elastic.data.cursor import Cursor
 from elastic.engine.loss import next_token
-from elastic.engine.spikes import DTYPES, HEIGHTS, HISTORY, QUARANTINE, Spikes, tensors_of
+from elastic.engine.spikes import DTYPES, HEIGHTS, HISTORY, Spikes, tensors_of
 from elastic.engine.world import World
 from elastic.errors import DataError, JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.batch import deal_of
 from elastic.plan.layout import Layout
+from elastic.protocol import spikes as rules
 from elastic.protocol.commit_record import Outcome
+from elastic.protocol.spikes import QUARANTINE
 from elastic.report.story import Sentence
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
@@ -245,6 +247,15 @@ def test_g1_the_run_says_what_it_leaves_out(tmp_path: Path) -> None:
         assert [row["step"] for row in rows][:1] == [WINDOW + 1] and len(rows) == times
         ended = launch(job.replace(steps=STEPS + 1), local=True, branch=True, show=lambda line: None)
         assert ended.reason == said[-1].replace(str(STEPS), str(STEPS + 1))
+
+
+@pytest.mark.parametrize("microbatch_z", [6.0, 0.0], ids=("judged", "the control"))
+def test_the_largest_loss_that_counts_is_computed_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, microbatch_z: float) -> None:
+    """It is what the gradient was made by, so the commit judges by the same number."""
+    asked, found = list[int](), rules.most_loss
+    monkeypatch.setattr(rules, "most_loss", lambda past, *others: (asked.append(len(past)), found(past, *others))[1])
+    local(spiky(tmp_path, {}, spikes={"microbatch_z": microbatch_z}))
+    assert asked == ([min(step, WINDOW) for step in range(STEPS)] if microbatch_z else [])
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2)], ids=str)

@@ -173,10 +173,10 @@ def _attention(job: Job) -> Iterator[str]:
 
 
 def _spikes(job: Job) -> Iterator[str]:
-    if job.spikes.microbatch_z and job.spikes.action not in ("skip", "quarantine"):
+    if job.spikes.microbatch_z and job.spikes.off:
         yield (
-            f"spikes.microbatch_z = {job.spikes.microbatch_z:g} with spikes.action = {job.spikes.action!r}, which leaves nothing out; set "
-            f"the action to 'quarantine' or 'skip', or microbatch_z to 0"
+            f"spikes.microbatch_z = {job.spikes.microbatch_z:g} with spikes.action = {job.spikes.action!r}, which judges nothing; set "
+            f"the action to 'quarantine', 'skip' or 'warn', or microbatch_z to 0"
         )
 
 

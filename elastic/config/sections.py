@@ -324,7 +324,7 @@ class Spikes(Part):
     samples of the microbatches that cause one never again, nor those of a microbatch whose loss is not finite; other samples take their
     places, of the same part of a mixture with ``data.weights``.  At most 10,000 samples, and half of the data and of each such part, may be
     in quarantine.  ``warn`` and ``skip`` keep out what is there, and a run that has some refuses ``none``.  ``forget`` is ``none``, and
-    reads them again.  With ``warn``, ``none`` and ``forget`` ``microbatch_z`` is 0.
+    reads them again.  With ``none`` and ``forget`` ``microbatch_z`` is 0.
     """
     z: Branch[Annotated[Number, Field(gt=0)]] = 6.0
     """Score above which a step is a spike."""
@@ -335,8 +335,13 @@ class Spikes(Part):
     is compared with how far those of the newest 1,024 microbatches did, once there are ``window`` steps.  The step counts all others as if
     this one had not been there, and with ``quarantine`` its samples are not read again.  If more than half of a step would be left out, the
     step is skipped.  Use it where all samples are alike: a seldom kind of sample whose loss is always high, such as a rare language, would
-    be left out, too.
+    be left out, too.  ``warn`` only says which would be.
     """
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if microbatches are left out of their steps."""
+        return self.microbatch_z > 0 and self.action in ("skip", "quarantine")
 
     @property
     def off(self) -> bool:

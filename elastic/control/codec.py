@@ -47,7 +47,9 @@ LAYERS = "layers"
 """The field of a commit with an entry for each layer.  It is packed, too, and left out where it is empty, as in most commits."""
 
 SELDOM = {
-    each.name: each.default for each in fields(Outcome) if each.name in ("validated", "rescales", "spike", "quarantined", "most_loss", "lr")
+    each.name: each.default
+    for each in fields(Outcome)
+    if each.name in ("validated", "rescales", "spike", "quarantined", "most_loss", "warned_loss", "lr")
 }
 """Fields of a commit that are left out where they say nothing, each with the value that says nothing."""
 OF_SOME_STEPS = ("metrics", "quarantined", "quarantined_by")

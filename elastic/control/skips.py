@@ -116,7 +116,14 @@ def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tupl
     apart = f"; samples {_listed(outcome.quarantined)} are in quarantine from now on" if new else ""
     if outcome.applies or (outcome.rescales and not strange):
         parts = [f"is a spike: {_height(outcome, outcome.spike)}"] if outcome.spike else []
-        parts += [f"leaves out {_bad(outcome, outcome.left_out)}"] if outcome.left_out else []
+        if outcome.left_out:
+            parts.append(
+                f"leaves out {_bad(outcome, outcome.left_out)}: above {outcome.most_loss:.4g} no loss counts (spikes.microbatch_z)"
+            )
+        if warned := outcome.warned:
+            whole = "be skipped, since it would " if 2 * len(warned) > len(outcome.losses) else ""
+            limit = f"above {outcome.warned_loss:.4g} no loss would count (spikes.microbatch_z)"
+            parts.append(f"would {whole}leave out {_bad(outcome, warned)}: {limit}, but spikes.action = 'warn' changes nothing")
         return skips, f"step {outcome.step} {' and '.join(parts)}{apart}" if parts else ""
     skips = skips.with_step(outcome.step)
     if outcome.spike is not None:
@@ -145,11 +152,11 @@ def _cause(outcome: Outcome, strange: list[int]) -> str:
     return f"the loss of {', of '.join(named)}{more}"
 
 
-def _bad(outcome: Outcome, left_out: Sequence[int]) -> str:
-    means = {index: outcome.losses[index] / max(outcome.counts[index], 1) for index in left_out[:SHOWN]}
+def _bad(outcome: Outcome, which: Sequence[int]) -> str:
+    means = {index: outcome.losses[index] / max(outcome.counts[index], 1) for index in which[:SHOWN]}
     named = ", ".join(f"microbatch {index} (loss {mean:.4g}, samples {_listed(outcome.samples[index])})" for index, mean in means.items())
-    more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
-    return f"{named}{more} of {len(outcome.losses)}: above {outcome.most_loss:.4g} no loss counts (spikes.microbatch_z)"
+    more = f" and {len(which) - SHOWN} more" if len(which) > SHOWN else ""
+    return f"{named}{more} of {len(outcome.losses)}"
 
 
 def _height(outcome: Outcome, spike: Spike) -> str:

@@ -63,7 +63,7 @@ def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _Bat
         if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward and module.num_batches_tracked is not None
     }
     for name in norms:
-        if job.spikes.microbatch_z:
+        if job.spikes.leaves_out:
             raise ModelError(
                 f"{name!r} of {job.model!r} keeps running statistics, which would count a microbatch that is left out of its step: "
                 f"spikes.microbatch_z = {job.spikes.microbatch_z:g}; set it to 0, or give the norm track_running_stats=False"

@@ -88,7 +88,9 @@ class Spikes:
         return self._read().anywhere
 
     def most_loss(self) -> float | None:
-        """Returns the largest mean loss of a microbatch that counts in the next step; None if each does."""
+        """Returns the largest mean loss of a microbatch that counts in the next step, or would if the rule skipped spikes; None if each
+        does.
+        """
         if not self.rule.microbatch_z:
             return None
         known = self._read()

@@ -204,6 +204,8 @@ class Outcome:
     quarantined: tuple[int, ...] = ()
     most_loss: float | None = None
     """The largest mean loss of a microbatch that counts, if one is larger.  The gradients of such microbatches were multiplied by 0."""
+    warned_loss: float | None = None
+    """The largest mean loss of a microbatch that would count if the run did more than warn, if one is larger.  All of them count."""
     lr: float | None = field(default=None, compare=False)
     """The learning rate of the step, if a schedule of the user's says it; None if whoever knows the job can compute it."""
     layers: tuple[tuple[str, float], ...] = field(default=(), compare=False)
@@ -220,7 +222,14 @@ class Outcome:
     @cached_property
     def left_out(self) -> tuple[int, ...]:
         """The microbatches that do not count, in order."""
-        most = self.most_loss
+        return self._above(self.most_loss)
+
+    @property
+    def warned(self) -> tuple[int, ...]:
+        """The microbatches that count, and would not if the run did more than warn, in order."""
+        return self._above(self.warned_loss)
+
+    def _above(self, most: float | None) -> tuple[int, ...]:
         if most is None:
             return ()
         each = enumerate(zip(self.losses, self.counts, strict=True))

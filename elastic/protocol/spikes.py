@@ -54,7 +54,7 @@ class SpikeRule:
     quarantines: bool = False
     """True if the samples that cause a spike, or a loss that is not finite, are not read again."""
     microbatch_z: float = 0.0
-    """Robust z-score above which a microbatch is left out of its step; 0: none is."""
+    """Robust z-score above which a microbatch is left out of its step, or is only told of unless the rule skips spikes; 0: none is."""
 
 
 class Held(NamedTuple):
@@ -122,8 +122,11 @@ def judged(past: Past, outcome: Outcome, rule: SpikeRule, most: float | None = N
     """Returns ``outcome`` with the spike that it is, with what it leaves out, and with the samples that go into quarantine.
 
     ``most`` is the :func:`most_loss` by which the gradient was made.  If it has left out more than half of the microbatches, the model is
-    the cause and not the data, and the whole step is skipped.
+    the cause and not the data, and the whole step is skipped.  A rule that skips nothing leaves nothing out, and says what it would.
     """
+    if most is not None and outcome.finite and not rule.skips:
+        warned = replace(outcome, warned_loss=most)
+        outcome, most = warned if warned.warned else outcome, None
     fewer = outcome if most is None or not outcome.finite else replace(outcome, most_loss=most)
     if 2 * len(fewer.left_out) <= len(outcome.losses):
         outcome = fewer if fewer.left_out else outcome
@@ -154,7 +157,7 @@ def heights_after(heights: Sequence[float], past: Past, outcome: Outcome, most: 
     """
     new = list[float]()
     if past and outcome.applies and isfinite(outcome.loss):
-        level, left_out = _level(past), {*outcome.left_out}
+        level, left_out = _level(past), {*outcome.left_out, *outcome.warned}
         each = enumerate(zip(outcome.losses, outcome.counts, strict=True))
         new = [loss / count - level for index, (loss, count) in each if count and index not in left_out]
     return [*heights, *new][-most:]

@@ -156,7 +156,7 @@ class Following:
     def __init__(self, run: Run) -> None:
         self.run, self.store, self.name = run, run.store, run.job.name
         job = jobs(run)
-        self.rows = Rows(rates(job), lambda version: job(version).spikes.microbatch_z > 0)
+        self.rows = Rows(rates(job), lambda version: job(version).spikes.leaves_out)
         self._places = places(self.store, self.name)
         self._next = max((place.record for place in self._places), default=0)
         self._begun: list[tuple[int, int]] = []

@@ -19,7 +19,7 @@ def sentence(run: Run, known: Skips) -> str:
     ``known`` is what the journal says.  One process alone (``--local``) writes none, so its rows are counted.
     """
     owner = run.owner()
-    alone, leaves_out = owner is not None and owner["address"] == LOCAL, run.job.spikes.microbatch_z > 0
+    alone, leaves_out = owner is not None and owner["address"] == LOCAL, run.job.spikes.leaves_out
     rows = list(map(_short, rows_of(run))) if alone or leaves_out else []
     if alone:
         known = skips_in(rows, fp16=run.job.precision == "fp16")

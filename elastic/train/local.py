@@ -245,7 +245,7 @@ class _Local:
     def _committed(self, outcome: Outcome, work: Work, metrics: Metrics) -> None:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))
         at, lr = time.time(), rate_for_readers(self.session.job, outcome.step, outcome.lr)
-        self.rows.append(row_of(at, outcome, lr, work, 1, leaves_out=self.run.job.spikes.microbatch_z > 0) | dict(metrics))
+        self.rows.append(row_of(at, outcome, lr, work, 1, leaves_out=self.run.job.spikes.leaves_out) | dict(metrics))
         self.show_said()
         self.story.step(at, outcome, (WORKER,), lr, work)
         self.show(self.story.lines[-1])

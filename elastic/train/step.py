@@ -109,7 +109,7 @@ class Share:
     own_rate: float | None = None
     """The learning rate that a schedule of the user's says."""
     most_loss: float | None = None
-    """The largest mean loss of a microbatch that counts; None if each does."""
+    """The largest mean loss of a microbatch that counts, or would if the run did more than warn; None if each does."""
     keeps: list[torch.Tensor] = field(default_factory=list)
     """True for each microbatch that counts, on the device; empty if each does."""
 
@@ -260,7 +260,7 @@ class Step:
         share.losses.append(loss.detach())
         share.counts.append(torch.as_tensor(count, device=state.world.device))
         weight: float | torch.Tensor = 0.0 if index is None else state.optimizer.loss_scale.value
-        if share.most_loss is not None:  # as :attr:`Outcome.left_out` finds, in the same arithmetic
+        if share.most_loss is not None and state.spikes.rule.skips:  # as :attr:`Outcome.left_out` finds, in the same arithmetic
             terms = share.counts[-1].double().trunc()
             share.keeps.append((share.losses[-1].double() <= share.most_loss * terms) | (terms == 0))
             weight = weight * share.keeps[-1].to(loss.dtype)

@@ -76,6 +76,17 @@ def test_g1_what_is_left_out_of_a_step_is_told_and_is_no_skip() -> None:
     assert codec.decode(Outcome, json.loads(json.dumps(codec.encode(noisy)))) == noisy
 
 
+def test_what_would_be_left_out_is_told_and_nothing_counts_as_skipped() -> None:
+    """A step of which more than half is above the limit would be skipped.  The control: a limit that no loss exceeds."""
+    noisy = replace(commit(7, 8.0, 36.0, finite=True), warned_loss=5.0)
+    skips, sentence = note(Skips(), noisy, RULE, ends=False)
+    limit = "above 5 no loss would count (spikes.microbatch_z), but spikes.action = 'warn' changes nothing"
+    assert sentence == f"step 7 would leave out microbatch 1 (loss 9, samples 72, 73) of 2: {limit}" and skips == Skips()
+    assert said(replace(noisy, warned_loss=1.0)).startswith("step 7 would be skipped, since it would leave out microbatch 0 (loss 2, ")
+    assert said(replace(noisy, warned_loss=9.0)) == "" and not said(replace(noisy, warned_loss=None))
+    assert codec.decode(Outcome, json.loads(json.dumps(codec.encode(noisy)))) == noisy
+
+
 def test_a_step_of_many_microbatches_and_samples_is_told_in_brief() -> None:
     many = replace(commit(1), losses=(math.nan,) * 20 + (1.0,), samples=tuple((range(64)) for _ in range(21)))  # type: ignore[misc]
     assert "microbatch 7 is nan" in said(many) and said(many).endswith(", and 12 more are not finite") and "and 56 more)" in said(many)

@@ -193,6 +193,23 @@ def test_g1_a_microbatch_is_left_out_where_the_step_is_no_spike() -> None:
     assert half.left_out == (0, 1) and half.applies
 
 
+def test_a_rule_that_only_warns_says_what_it_would_leave_out_and_counts_all() -> None:
+    """The judge is the same rule that skips.  The controls: all losses are below the limit; the step is not finite; and it is a spike."""
+    rule = replace(WARN, microbatch_z=6.0)
+    noisy = step(2.0, 2.0, 2.05, 2.4, 2.0, 2.0)
+    for limit, expected in ((2.3, (3,)), (1.9, tuple(range(6))), (2.5, ())):
+        found, skips = judged(PAST, noisy, rule, limit), judged(PAST, noisy, EACH, limit)
+        assert found.warned == expected and (len(expected) > 3 or expected == skips.left_out)
+        assert replace(found, warned_loss=None) == noisy and (found == noisy) == (not expected)
+        assert (found.loss, found.norm, found.tokens, found.applies) == (noisy.loss, noisy.norm, noisy.tokens, True)
+    lost = step(2.0, math.nan, finite=False)
+    assert judged(PAST, lost, rule, 1.0) == lost
+    spike = judged(PAST, step(2.0, 2.0, 2.0, 9.0), rule, 2.3)
+    assert spike.warned == (3,) and spike.spike is not None and not spike.spike.skipped and spike.applies
+    low, skips = heights_after([], PAST, judged(PAST, noisy, rule, 2.3), 9), heights_after([], PAST, judged(PAST, noisy, EACH, 2.3), 9)
+    assert low == skips and len(low) == 5, "later microbatches are judged by what a run that skips would know"
+
+
 def test_g1_what_remains_of_a_step_is_judged_as_a_whole() -> None:
     found = judged(PAST, step(9.0, 4.0, 2.0, 2.0, 2.0, 2.0), EACH, 5.0)
     assert found.left_out == (0,) and found.spike is not None and found.spike.what == "loss" and not found.applies

@@ -249,6 +249,35 @@ def test_g1_the_run_says_what_it_leaves_out(tmp_path: Path) -> None:
         assert ended.reason == said[-1].replace(str(STEPS), str(STEPS + 1))
 
 
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2)], ids=str)
+def test_a_run_that_only_warns_says_what_would_be_left_out_and_changes_no_bit(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    """The judge of the bits is a run that judges no microbatch.  The control: a run of good samples, in which none would be left out."""
+    first = WINDOW + 1
+    index, sample = drawn_by(tmp_path, first, layout, layout.world - 1)
+    found = {}
+    for gain, microbatch_z in ((1.3, 6.0), (1.3, 0.0), (1.0, 6.0)):
+        each = {"action": "warn", "microbatch_z": microbatch_z}
+        told = train(ranks, spiky(tmp_path / f"{gain}-{microbatch_z}", {sample: gain}, spikes=each, optim={"lr": 0.002}), layout, first)
+        assert all(outcomes == told.outcomes for outcomes in told.members)
+        assert all(outcome.applies and not outcome.left_out and not outcome.quarantined for outcome in told.outcomes)
+        found[gain, microbatch_z] = told
+    assert {each.step: each.warned for each in found[1.3, 6.0].outcomes if each.warned} == {first: (index,)}
+    assert sample in found[1.3, 6.0].outcomes[-1].samples[index]
+    assert found[1.3, 6.0].weights == found[1.3, 0.0].weights != found[1.0, 6.0].weights
+    assert not any(each.warned for each in (*found[1.3, 0.0].outcomes, *found[1.0, 6.0].outcomes))
+
+
+def test_a_run_without_ray_says_what_would_be_left_out(tmp_path: Path) -> None:
+    """It comes in each epoch, since nothing is in quarantine.  No row counts anything as left out."""
+    _, sample = drawn_by(tmp_path, WINDOW + 1, Layout(1, 1), 0)
+    job = spiky(tmp_path, {sample: 1.3}, spikes={"action": "warn", "microbatch_z": 6.0}, optim={"lr": 0.002})
+    said, error = local(job)
+    found = [text for text in said if "would leave out" in text]
+    words = rf"would leave out microbatch \d \(loss [\d.]+, samples .*\b{sample}\b.*\) of 8: above [\d.]+ no loss would count "
+    assert re.match(f"step {WINDOW + 1} {words}", found[0]) and not error and said[-1] == f"all {STEPS} steps are done"
+    assert not any("left_out" in row or row["skipped"] for row in rows_of(Run.open(job)))
+
+
 @pytest.mark.parametrize("microbatch_z", [6.0, 0.0], ids=("judged", "the control"))
 def test_the_largest_loss_that_counts_is_computed_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, microbatch_z: float) -> None:
     """It is what the gradient was made by, so the commit judges by the same number."""

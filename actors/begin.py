@@ -20,6 +20,8 @@ from elastic.report.story import Line, Sentence
 from elastic.runs.resume import Start, rewind
 from elastic.runs.run import LOCAL, Run
 from storage.errors import Exists
+from storage.journal import latest_claim
+from storage.objects import ObjectStore
 
 if TYPE_CHECKING:
     from elastic.train.preflight import Checked
@@ -39,13 +41,12 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], i
     if not branch:
         return 0
     job, now = start.job, time.time()
-    found = Run.find(job)
-    seen, before = found.latest_claim(), found.job  # the claim first: whoever claims after it may have begun a branch
+    seen = latest_claim(ObjectStore.open(job.bucket), job.name)  # first: whoever claims after it may have begun a branch
     run = Run.look(job, branch=True)
     run.check_local()
     if run.branches_at(start.at) is None:
         return 0
-    past = _idle(run)
+    past = _idle(run, seen)
     try:
         incarnation = claims(run, seen)
         said = run.branch(now, incarnation=incarnation) if start.at is None else rewind(run, now, start.at, incarnation)
@@ -53,14 +54,13 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], i
         raise PlatformGaveUp(f"another command has begun {job.name}, or a branch of it, meanwhile; `elastic runs` shows it") from None
     version = run.newest()
     step = 1 if version is None else version.step + 1
-    show(Sentence(now, f"{said}{_rates(before, run.job, step)}{past}"))
+    show(Sentence(now, f"{said}{_rates(run.before, run.job, step)}{past}"))
     return incarnation
 
 
-def _idle(run: Run) -> str:
-    """Returns the part of a sentence about the newest claim if its owner is not known to have begun, so that it may be yet to come."""
-    last, claim = run.last_recorded(), run.latest_claim()
-    owner = run.owner()
+def _idle(run: Run, claim: int) -> str:
+    """Returns the part of a sentence about the newest ``claim`` if its owner is not known to have begun, so that it may be yet to come."""
+    last, owner = run.last_recorded(), run.owner()
     if owner is None or owner["address"] == LOCAL or (last is not None and last.incarnation >= claim):
         return ""
     return f"; it goes past claim {claim}, made at {run.home()}, which has recorded nothing"

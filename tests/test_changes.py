@@ -15,6 +15,7 @@ from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.runs import branches
+from elastic.runs.branches import Before
 from elastic.runs.run import Run
 from storage.objects import ObjectStore
 
@@ -202,7 +203,7 @@ def what_happens(folder: Path, setting: str) -> Change:
         assert re.search(rf"another value of .*{re.escape(setting)}", str(error)), "it is named"
         return Change.REFUSED
     store = ObjectStore.open(str(folder))
-    branches.begin(store, changed, begun, Version(0, 0), 0.0)
+    branches.begin(store, changed, Before(begun), Version(0, 0), 0.0)
     (differs,) = (each["changed"] for each in branches.every(store, "run"))
     assert differs and all(name == setting or name.startswith(f"{setting}.") for name in differs)
     return Change.BRANCH

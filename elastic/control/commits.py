@@ -16,10 +16,9 @@ from math import isnan
 
 from elastic.control import copy_inventory, saves
 from elastic.control.decision import Decision
-from elastic.control.health import judge
+from elastic.control.health import watch
 from elastic.control.liveness import stepped
 from elastic.control.run import Answer, Running, Stopping
-from elastic.control.skips import note
 from elastic.ids import Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
@@ -123,15 +122,13 @@ def _validated(decision: Decision, version: Version, found: Validated) -> None:
 def _watch(decision: Decision, outcome: Outcome) -> None:
     """Takes note of what the commit tells of layers, and of a step that was skipped, and says the warnings that follow from it."""
     rules = decision.rules
-    skips, said = note(decision.run.skips, outcome, rules.watch, ends=outcome.step >= rules.target_step)
+    known, ends = (decision.run.skips, decision.run.health), outcome.step >= rules.target_step
+    skips, health, sentences = watch(*known, outcome, rules.watch, ends=ends)
     if skips is not decision.run.skips:
         decision.know(skips=skips, stop=decision.run.stop or (skips.failed and "too many steps in a row were skipped"))
-    if said:
-        decision.say(said)
-    health, warnings = judge(decision.run.health, outcome, rules.watch)
     if health is not decision.run.health:
         decision.know(health=health)
-    for each in warnings:
+    for each in sentences:
         decision.say(each)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elastic.control.rules import WatchRule
+from elastic.control.skips import Skips, note
 from elastic.protocol.commit_record import Outcome
 
 WINDOW = 20
@@ -83,6 +84,17 @@ def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, li
             after = replace(after, said=(*after.said, *(f"{condition} {name}" for name in new)))
             warnings.append(f"the gradient of {_names(new, norms)} {words}: {ADVICE[condition]}")
     return _with_loss(after, outcome, rule, warnings)
+
+
+def watch(skips: Skips, health: Health, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tuple[Skips, Health, list[str]]:
+    """Returns what is known of skipped steps and of layers after ``outcome``, and the sentences about it.
+
+    What to do about a gradient that is not finite stands in the sentence about its step.  With ``ends`` no step follows.
+    """
+    skips, said = note(skips, outcome, rule, ends=ends)
+    health, warnings = judge(health, outcome, rule)
+    sentences = [*filter(None, (said, *warnings))]
+    return skips, health, sentences if outcome.finite else ["; ".join(sentences)] * bool(sentences)
 
 
 def _with_strange(health: Health, outcome: Outcome) -> tuple[Health, list[str]]:

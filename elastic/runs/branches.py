@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from elastic.config.values import Change, change_at
@@ -35,6 +36,25 @@ class Branch(NamedTuple):
     begun: Mapping[str, Any] | None = None
     """The document ``job.json``, if it was read for this: only the first branch is there."""
     number: int = 1
+
+
+ABSENT = Branch({}, begun={}, number=0)
+"""Stands for the newest branch of a run that is not there."""
+
+
+@dataclass(frozen=True)
+class Before:
+    """A run as it was before a branch."""
+
+    job: Job
+    newest: int = 1
+    """The number of its newest branch."""
+    until: int = 0
+    """The generation up to which is abandoned what was committed after the version from which the branch goes on."""
+    claim: int = 0
+    """Its newest claim."""
+    made: tuple[Version, ...] = ()
+    """The newest versions that are known."""
 
 
 def newest(store: ObjectStore, name: str) -> Branch | None:
@@ -123,37 +143,22 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
         raise JobError(f"{holds}; another value would change the weights from here on; {other}, or go on with these by --branch")
 
 
-def begin(
-    store: ObjectStore,
-    job: Job,
-    found: Job,
-    version: Version,
-    now: float,
-    *,
-    newest: int = 1,
-    until: int = 0,
-    claim: int = 0,
-    made: Iterable[Version] = (),
-) -> str:
-    """Writes the branch after branch ``newest``, which goes on from ``version``, and returns the sentence that says so.
-
-    ``found`` is the run's job.  What the generations up to ``until`` committed after it is abandoned.  ``claim`` is the newest claim of
-    the run until then, and ``made`` the newest versions that are known.
+def begin(store: ObjectStore, job: Job, before: Before, version: Version, now: float) -> str:
+    """Writes the next branch of a run, with ``job``, which goes on from ``version``, and returns the sentence that says so.
 
     Raises :class:`~storage.errors.Exists` if another command has begun it.
     """
-    differs, number = changed(job, found), newest + 1
-    before = every(store, job.name)
-    earlier = ended(found.stretches(), version.step)
+    differs, number, others = changed(job, before.job), before.newest + 1, every(store, job.name)
+    earlier = ended(before.job.stretches(), version.step)
     about = {
         "format": FORMAT if len(job.after(earlier).stretches()) > 1 else 1,
         "number": number,
         "at": now,
         "step": version.step,
         "generation": version.generation,
-        "until": until,
-        "claim": claim,
-        "reached": max((each.step for each in made if not abandoned(before, each)), default=version.step),
+        "until": before.until,
+        "claim": before.claim,
+        "reached": max((each.step for each in before.made if not abandoned(others, each)), default=version.step),
         "changed": {key: list(pair) for key, pair in differs.items()},
         "earlier": [each.to_json() for each in earlier],
         "job": json.loads(job.to_json()),

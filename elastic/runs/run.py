@@ -25,7 +25,7 @@ from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage, contains
 from elastic.runs import branches, forks
-from elastic.runs.branches import Branch
+from elastic.runs.branches import Before, Branch
 from elastic.runs.forks import Origin
 from elastic.sources import Sources
 from storage import journal
@@ -45,10 +45,9 @@ class Run:
     job.  ``find`` takes the run as it is there, and ``begun`` only one that is there.
     """
 
-    def __init__(self, job: Job, store: ObjectStore, begun: Mapping[str, Any] | None = None, number: int = 0) -> None:
-        self.job, self.store, self._document = job, store, begun
-        self._number = number
-        """The number of the newest branch when the run was looked at; 0 if there was no run."""
+    def __init__(self, job: Job, store: ObjectStore, there: Branch | None = None) -> None:
+        """``there`` is the newest branch as the run was looked at, if it was."""
+        self.job, self.store, self._there = job, store, there
         self._newest = journal.Newest(store, job.name)
         self._tails: dict[Written, list[journal.Segment]] = {}
         """The tails that other coordinators have left, as they were parsed last."""
@@ -56,7 +55,13 @@ class Run:
     @cached_property
     def origin(self) -> Origin | None:
         """The checkpoint from which the run was forked, or None.  The document ``job.json``, which never changes, is read at most once."""
-        return forks.origin_of(self.store, self.job.name) if self._document is None else forks.origin_in(self._document)
+        begun = self._there and self._there.begun
+        return forks.origin_of(self.store, self.job.name) if begun is None else forks.origin_in(begun)
+
+    @property
+    def before(self) -> Job:
+        """The job that the run had when it was looked at."""
+        return self._begun_as(self._there) if self._there and self._there.number else self.job
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -85,7 +90,7 @@ class Run:
             found = job.begun_as(there.job)
             if found.digest != job.digest:
                 branches.check(job, found, asked=branch)
-        return cls(job, store, *(({}, 0) if there is None else (there.begun, there.number)))
+        return cls(job, store, there or branches.ABSENT)
 
     @classmethod
     def has_saved_nothing(cls, job: Job) -> bool:
@@ -121,9 +126,9 @@ class Run:
         if there is None or version is None:
             return ""
         until, claim = self.standing(incarnation, 0.0).generation, incarnation - 1 if incarnation else self.latest_claim()
-        found, newest, last = self._begun_as(there), max(self._number, 1), self.last_recorded()
-        made = [each for each in (self.newest(), last and last.version) if each]
-        return branches.begin(self.store, self.job, found, version, now, newest=newest, until=until, claim=claim, made=made)
+        newest, last = max(self._there.number if self._there else 1, 1), self.last_recorded()
+        made = tuple(each for each in (self.newest(), last and last.version) if each)
+        return branches.begin(self.store, self.job, Before(self._begun_as(there), newest, until, claim, made), version, now)
 
     def _begun_as(self, there: Branch) -> Job:
         return self.job.begun_as(there.job).after(there.earlier)
@@ -131,7 +136,7 @@ class Run:
     @classmethod
     def find(cls, job: Job) -> Run:
         """Returns the run in order to read it, whatever ``job`` says of its trajectory."""
-        return cls._found(job) or cls(job, ObjectStore.open(job.bucket), {})
+        return cls._found(job) or cls(job, ObjectStore.open(job.bucket), branches.ABSENT)
 
     @classmethod
     def begun(cls, job: Job) -> Run:
@@ -146,7 +151,7 @@ class Run:
     def _found(cls, job: Job) -> Run | None:
         store = ObjectStore.open(job.bucket)
         there = branches.newest(store, job.name)
-        return None if there is None else cls(job.begun_as(there.job).after(there.earlier), store, there.begun, there.number)
+        return None if there is None else cls(job.begun_as(there.job).after(there.earlier), store, there)
 
     def job_of(self, step: int) -> Job:
         """Returns the job of the branch that committed ``step`` of the surviving lineage; the run's job if no checkpoint knows the step."""

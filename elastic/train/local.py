@@ -16,9 +16,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from elastic.control.health import judge
+from elastic.control.health import watch
 from elastic.control.run import RunState
-from elastic.control.skips import note
 from elastic.engine.optim.schedule import rate_for_readers
 from elastic.engine.world import World
 from elastic.errors import JobError, PlatformGaveUp
@@ -249,13 +248,10 @@ class _Local:
         self.show_said()
         self.story.step(at, outcome, (WORKER,), lr, work)
         self.show(self.story.lines[-1])
-        self.skips, said = note(self.skips, outcome, self.watched, ends=outcome.step == self.session.job.steps)
-        self.health, warnings = judge(self.health, outcome, self.watched)
-        if outcome.finite:
-            for each in filter(None, (said, *warnings)):
-                self.show_sentence(each)
-        elif told := "; ".join(filter(None, (said, *warnings))):  # the warning is what to do about the step that is skipped
-            self.show_sentence(told)
+        ends = outcome.step == self.session.job.steps
+        self.skips, self.health, sentences = watch(self.skips, self.health, outcome, self.watched, ends=ends)
+        for each in sentences:
+            self.show_sentence(each)
 
     def _save(self, state: State, *, stops: bool = False) -> None:
         """Saves the state, and does what is owed, unless the run ``stops``: then it does that when it goes on."""

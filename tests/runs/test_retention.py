@@ -20,6 +20,7 @@ from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
 from elastic.protocol.lineage import Lineage, extended
 from elastic.runs import branches
+from elastic.runs.branches import Before
 from elastic.runs.retention import Retention, collect
 from elastic.runs.run import Run
 from storage.checkpoints import MANIFEST, Checkpoints
@@ -124,7 +125,7 @@ def test_l7_what_is_needed_is_never_deleted() -> None:
     write(saved.run.checkpoints, Version(5, 7), STATE, 1)  # on its way
     write(saved.run.checkpoints, Version(9, 7), STATE, 1)  # newer
     job = saved.run.job
-    branches.begin(saved.run.store, job.replace(steps=99), job, Version(2, 1), 0.0)
+    branches.begin(saved.run.store, job.replace(steps=99), Before(job), Version(2, 1), 0.0)
     saved.rounds(Keep(last=2, best=True), saved.asked(Version(5, 7), Version(3, 1), best=Version(6, 1)))
     left = {each.version for each in saved.run.checkpoints.versions()}
     assert left == {*(Version(step, 1) for step in (2, 3, 6, 7, 8)), Version(5, 7), Version(9, 7)}
@@ -254,7 +255,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
 def test_l7_rm_deletes_one_and_refuses_what_is_needed(ended: Callable[..., tuple[Run, list[str]]]) -> None:
     run, said = ended()
-    branches.begin(run.store, run.job.replace(steps=99), run.job, Version(3, 1), 0.0)
+    branches.begin(run.store, run.job.replace(steps=99), Before(run.job), Version(3, 1), 0.0)
     for step, why in ((6, "the newest good checkpoint"), (3, "branch 2 of toy goes on from there"), (9, "has no checkpoint of that step")):
         with pytest.raises(JobError, match=rf"--step {step}\b.*{why}"):
             checkpoint_commands.rm(run.job, str(step), force=False)
@@ -269,7 +270,7 @@ def test_rm_deletes_the_checkpoint_of_the_present_line_and_one_that_was_left_beh
 ) -> None:
     """A rewind to step 2 has left behind steps 3 to 6 of generation 1, and the run has made 3 and 4 again.  The judge is the folders."""
     run, said = ended()
-    branches.begin(run.store, run.job, run.job, Version(2, 1), 0.0, until=1)
+    branches.begin(run.store, run.job, Before(run.job, until=1), Version(2, 1), 0.0)
     for step in (3, 4):
         lineage = ((1, 2), (2, step))
         run.commit(Version(step, 2), write(run.checkpoints, Version(step, 2), STATE, 1), lineage, Layout())

@@ -14,6 +14,7 @@ from actors.cli import main
 from elastic.ids import Version
 from elastic.plan.layout import Layout
 from elastic.runs import branches, forks, resume
+from elastic.runs.branches import Before
 from elastic.runs.forks import Origin
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
@@ -145,7 +146,7 @@ def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.
     store, run = ObjectStore.open(str(tmp_path)), Run.open(job_of(tmp_path))
     for step in (2, 4):
         run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
-    branches.begin(store, job_of(tmp_path, steps=9), run.job, Version(4, 1), time.time() - 7200)
+    branches.begin(store, job_of(tmp_path, steps=9), Before(run.job), Version(4, 1), time.time() - 7200)
     forks.begin(store, job_of(tmp_path, "fork"), Origin("run", Version(2, 1)), {})
     forks.begin(store, job_of(tmp_path, "child"), Origin("fork", Version(2, 1)), {})
     Run.open(job_of(tmp_path, "warm", init="run@4.1"))

@@ -17,6 +17,7 @@ from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
+from elastic.runs import code
 from elastic.runs.resume import Start, rewind
 from elastic.runs.run import LOCAL, Run
 from storage.errors import Exists
@@ -95,5 +96,5 @@ def claim(run: Run, seen: int) -> int:
 
 def note_code(run: Run, checked: Checked, show: Show) -> None:
     """Notes with which code the run goes on, and tells the user if it had another."""
-    if said := run.trains_with(checked.sources, time.time()):
+    if said := code.note(run, checked.sources, time.time()):
         show(Sentence(time.time(), said))

@@ -30,7 +30,7 @@ from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Ending, Line, Sentence
 from elastic.report.timeline import ENDED
-from elastic.runs import restarts
+from elastic.runs import data, restarts
 from elastic.runs.branches import flat
 from elastic.runs.resume import LATEST, Start, start_of
 from elastic.runs.run import Run
@@ -400,10 +400,10 @@ def start(job: Job, reference: Build, driver: str, seen: int, objects: Sequence[
     """Starts a coordinator: named, detached, without an accelerator.  From now on the folder in the bucket belongs to the run.
 
     ``reference`` is the build that every worker must match.  ``driver`` is the driver that starts it, if nobody has claimed the run since
-    incarnation ``seen``.  ``objects`` are those of the job (:func:`~actors.objects.pack`).  Raises as :meth:`Run.trains_on`.
+    incarnation ``seen``.  ``objects`` are those of the job (:func:`~actors.objects.pack`).  Raises as :func:`elastic.runs.data.bind`.
     """
     run = Run.open(job)
-    run.trains_on(reference.data)
+    data.bind(run, reference.data)
     job = run.job
     coordinator = (
         ray.remote(concurrency_groups={"inbox": 1, "view": 4})(cluster.titled(Coordinator, job.name))

@@ -438,7 +438,7 @@ class Job(Part):
 _NOT_THE_TRAJECTORY: Any = {"name": True, **free_settings(Job)}
 """The settings that are not in the digest, in the form that pydantic's ``exclude`` takes.
 
-The name only says which run it is.  ``data.args`` are free, because the fingerprint of the samples is compared instead (``Run.trains_on``).
+The name only says which run it is.  ``data.args`` are free, because the fingerprint of the samples is compared instead (``runs/data.py``).
 """
 _LATER: dict[str, dict[str, Any]] = {
     "data": {"weights": [], "group_by_length": False},

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import elastic
-from elastic import sources
 from elastic.control import codec
 from elastic.control.evolve import evolve
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
@@ -27,11 +26,9 @@ from elastic.protocol.lineage import Lineage, contains
 from elastic.runs import branches, forks
 from elastic.runs.branches import Before, Branch
 from elastic.runs.forks import Origin
-from elastic.sources import Sources
 from storage import journal
 from storage.checkpoints import Checkpoints, Listed, ShardReceipt
-from storage.documents import seal, unseal
-from storage.errors import Deposed, Exists, Missing
+from storage.errors import Deposed, Exists
 from storage.journal import Journal, claim_owner, latest_claim, newest_owner, owners, replicas
 from storage.journal.replicas import Written
 from storage.objects import ObjectStore
@@ -164,83 +161,6 @@ class Run:
         """Returns the version of ``step`` on the surviving lineage; if no checkpoint knows it, of the last known generation."""
         known = self.standing(0, 0.0)
         return Version(step, next((each for each, last in known.history.lineage if step <= last), known.generation))
-
-    def trains_on(self, fingerprint: str) -> None:
-        """Binds the run to its samples, wherever they are stored.  Raises like :meth:`check_data`."""
-        if self.check_data(fingerprint):
-            return
-        about = {"format": 1, "fingerprint": fingerprint, "args": self.job.data.args}
-        try:
-            self.store.put_if_absent(f"{self.job.name}/data.json", seal(about))
-        except Exists:  # another command was faster
-            self.check_data(fingerprint)
-
-    def check_data(self, fingerprint: str) -> bool:
-        """Returns whether the run is bound to its samples, and not only the run that it was forked from, whose samples it has.
-
-        Raises :class:`JobError` if the run, or that one, was begun on other samples.
-        """
-        name, found = self.job.name, None
-        while found is None:
-            key = f"{name}/data.json"
-            try:
-                found = unseal(self.store.get(key), self.store.full_name(key), 1)
-            except Missing:
-                if (origin := self.origin if name == self.job.name else forks.origin_of(self.store, name)) is None:
-                    return False
-                name = origin.run
-        if found["fingerprint"] != fingerprint:
-            raise JobError(
-                f"data.args = {self.job.data.args}: the dataset has the fingerprint {fingerprint}, but the run {self.job.name!r} in "
-                f"bucket = {self.job.bucket!r} was begun on {found['fingerprint']} (data.args = {found['args']}); "
-                f"give this run another name, or the data it was begun on"
-            )
-        return name == self.job.name
-
-    def trains_with(self, code: Sources, now: float) -> str:
-        """Notes that the run goes on with this code, and returns a sentence if it had another; "" otherwise.
-
-        Raises :class:`~storage.errors.Exists` if another command has noted other code meanwhile.
-        """
-        known = self.standing(0, 0.0)
-        newest = max(known.history.saved, default=Version(0, 0))
-        if newest.step >= self.job.steps:
-            return ""
-        return sources.begin(self.store, self.job.name, code, newest, now, known.generation, self._code(newest))
-
-    def check_code(self, code: Sources, newest: Version, *, accept: bool) -> str:
-        """Raises :class:`JobError` if the run would go on from ``newest`` with other code than it had, unless ``accept`` says so.
-
-        A run that has made all of its steps trains no more, so its code does not matter: returns a sentence if it is other.
-        """
-        then = None if accept else self._code(newest)
-        if then is None or newest.step < self.job.steps:
-            self._compare(code, then, newest)
-        elif differs := code.differ(then):
-            return f"the code of {self.job.name} is not that with which it was trained ({sources.listed(differs)}); nothing is trained now"
-        return ""
-
-    def _code(self, newest: Version) -> Sources | None:
-        """Returns the code with which the run goes on from ``newest``: the newest one, or after a later branch what made ``newest``."""
-        branched = branches.every(self.store, self.job.name)
-        noted = [each for each in sources.every(self.store, self.job.name)[-1:] if not branches.overtook(branched, each)]
-        return sources.of(noted[0]) if noted else self.code_of(newest)  # also of a fork that has not trained yet
-
-    def check_code_of(self, version: Version, code: Sources, *, accept: bool, looks: bool = False) -> None:
-        """Raises :class:`JobError` if ``version`` was made with other code than this, unless ``accept`` says that it does not matter.
-
-        ``looks`` says that nothing goes on from there.
-        """
-        if not accept:
-            self._compare(code, self.code_of(version), version, looks=looks)
-
-    def code_of(self, version: Version) -> Sources | None:
-        """Returns the code with which ``version`` was made, perhaps by the run that this one was forked from; None if nobody noted it."""
-        return sources.at(self.store, self.checkpoints.holder(version), version)
-
-    def _compare(self, code: Sources, then: Sources | None, version: Version, *, looks: bool = False) -> None:
-        if then is not None and (differs := code.differ(then)):
-            raise sources.refused(self.job.name, self.job.bucket, differs, version, then.python, looks=looks)
 
     def home(self) -> str:
         """Returns where the newest claim of the run was made."""

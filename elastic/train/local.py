@@ -36,7 +36,7 @@ from elastic.protocol.plan import Plan
 from elastic.report.metrics import Row, row_of, with_validation
 from elastic.report.story import Line, Scored, Sentence, Story
 from elastic.runs import asked as recorded
-from elastic.runs import owed
+from elastic.runs import data, owed
 from elastic.runs.metrics import Sinks, store_rows
 from elastic.runs.resume import best_of
 from elastic.runs.retention import Retention
@@ -91,7 +91,7 @@ def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tup
         if job.offloads:
             tensors = tensors_of(build_model(job, session.builder), session.rule)
             session.snapshots = make_snapshots(job, tensors, device, session.counters, session.faults)
-        run.trains_on(session.loader.dataset.fingerprint())
+        data.bind(run, session.loader.dataset.fingerprint())
         world = World.alone(device, generation=start.generation + 1)
         local, ended = _Local(run, session, world, start, show), False
         try:

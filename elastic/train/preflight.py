@@ -34,7 +34,7 @@ from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount, explained
 from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
-from elastic.runs import forks
+from elastic.runs import code, data, forks
 from elastic.runs.forks import Origin
 from elastic.runs.quarantine import held_in
 from elastic.runs.resume import Start
@@ -107,7 +107,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     _check_layers(job, model)
     _check_bucket(job)
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
-    run.check_data(build.data)
+    data.check(run, build.data)
     job = run.job
     notes = [*unread, *([] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])]
     if job.parallel.bucket_elements != "block":
@@ -124,7 +124,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         notes += _check_origin(start, start.origin, lasting, run.store, build)
         if not job.init:
             origin = Run(job.replace(name=start.origin.run), run.store)
-            origin.check_code_of(start.origin.version, sources, accept=accept_code or start.origin.version.step >= job.steps)
+            code.check_that_of(origin, start.origin.version, sources, accept=accept_code or start.origin.version.step >= job.steps)
     if (newest := run.newest()) is None:
         notes += _initialising(job, model)
     else:
@@ -153,7 +153,7 @@ def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store
         return []
     notes = _quarantined(start.job, reader, origin.version)
     try:
-        Run(start.job.replace(name=origin.run), store).check_data(build.data)
+        data.check(Run(start.job.replace(name=origin.run), store), build.data)
     except JobError as error:
         raise JobError(f"{start.setting}: {error}") from None
     return notes
@@ -396,8 +396,8 @@ def _check_flops(model: nn.Module, job: Job) -> None:
 def _check_code(run: Run, sources: Sources, start: Start | None, newest: Version, accept: bool) -> str:
     """Compares the job's code with that of the version that the run goes on from.  Returns and raises as the two checks do."""
     if start is None or start.at is None:
-        return run.check_code(sources, newest, accept=accept)
-    run.check_code_of(start.at, sources, accept=accept)
+        return code.check(run, sources, newest, accept=accept)
+    code.check_that_of(run, start.at, sources, accept=accept)
     return ""
 
 

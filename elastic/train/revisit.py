@@ -22,6 +22,7 @@ from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validate
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.ledger import ledger
+from elastic.runs import code
 from elastic.runs.run import Run
 from elastic.sources import sources_of
 from elastic.state.heal import Healing
@@ -127,8 +128,8 @@ def _restored(
         fence = ApplyFence(Member(WORKER))
         try:
             then = run.made(version.step if made is None else made)
-            code = sources_of(_with_objects(run.job_of(then.step), job).code())
-            run.check_code_of(then, code, accept=accept_code, looks=True)
+            sources = sources_of(_with_objects(run.job_of(then.step), job).code())
+            code.check_that_of(run, then, sources, accept=accept_code, looks=True)
             with _alone(session, device, run.checkpoints, version, fence) as state:
                 yield session, state, fence
         finally:

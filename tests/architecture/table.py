@@ -82,9 +82,11 @@ IMPORTS = {
                 "elastic.plan.*",
                 "elastic.job",
             ),
-            *("elastic.sources", "storage.*", *NAMES),
+            *("storage.*", *NAMES),
         )
     ),
+    "elastic.runs.code": Row(("elastic", "elastic.runs.branches", "elastic.runs.run", "elastic.sources", *NAMES)),
+    "elastic.runs.data": Row(("elastic.runs.forks", "elastic.runs.run", "storage.*", *NAMES)),
     "elastic.runs.asked": Row(
         (
             *("elastic.config.sections", "elastic.job", "elastic.protocol.lineage", "elastic.runs.branches"),
@@ -228,6 +230,8 @@ IMPORTS = {
                 "elastic.config.sections",
                 "elastic.runs.forks",
                 "elastic.runs.asked",
+                "elastic.runs.code",
+                "elastic.runs.data",
                 "elastic.runs.metrics",
                 "elastic.runs.owed",
                 "elastic.runs.quarantine",

@@ -26,7 +26,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
 from elastic.report.story import Line, Scored, Sentence, StepLine
-from elastic.runs import forks, resume
+from elastic.runs import code, forks, resume
 from elastic.runs.forks import Origin
 from elastic.runs.metrics import keep_until, rows_of, store_rows, stored
 from elastic.runs.retention import collect
@@ -112,9 +112,9 @@ def test_a_fork_that_has_not_trained_yet_has_the_code_of_its_origin(tmp_path: Pa
     start.begin()
     run, then = Run.look(start.job), sources.stored(ObjectStore.open(str(tmp_path)), "run")
     assert then is not None and sources.stored(run.store, "fork") is None
-    run.check_code(then, Version(4, 1), accept=False)
+    code.check(run, then, Version(4, 1), accept=False)
     with pytest.raises(JobError, match=r"the code of the run 'fork' .* has changed since step 4: other\.py \(new\)"):
-        run.check_code(replace(then, files={**then.files, "other.py": ("1", "1")}), Version(4, 1), accept=False)
+        code.check(run, replace(then, files={**then.files, "other.py": ("1", "1")}), Version(4, 1), accept=False)
 
 
 def test_rows_that_share_a_file_with_abandoned_ones_stay(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from elastic.job import NUMERICS, Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import Recovered, StepDone, Tick
-from elastic.runs import forks
+from elastic.runs import data, forks
 from elastic.runs.forks import Origin
 from elastic.runs.receipts import KEPT, Parts, SavedShard
 from elastic.runs.run import Run
@@ -111,13 +111,13 @@ def test_who_looks_begins_nothing() -> None:
     job = a_run().job.replace(name="looked-at")
     run = Run.look(job)
     assert run.newest() is None and run.owner() is None and run.records() == []
-    run.check_data("theirs")
+    data.check(run, "theirs")
     assert run.store.list("looked-at/") == []
-    Run.open(job.replace(seed=7)).trains_on("others")
+    data.bind(Run.open(job.replace(seed=7)), "others")
     with pytest.raises(JobError, match="seed = 7 there and 0 here"):
         Run.look(job)
     with pytest.raises(JobError, match=r"the fingerprint theirs, but the run 'looked-at' in .* was begun on others"):
-        Run.look(job.replace(seed=7)).check_data("theirs")
+        data.check(Run.look(job.replace(seed=7)), "theirs")
 
 
 class Noting(Forwarding):
@@ -147,7 +147,7 @@ def test_a_run_reads_each_of_its_documents_once(monkeypatch: pytest.MonkeyPatch)
 
     assert read(lambda: Run.open(job).checkpoints) == ["once/job.json"]
     run = Run.begun(job)
-    assert read(lambda: run.trains_on("ours")) == ["once/data.json"] == read(lambda: run.trains_on("ours"))
+    assert read(lambda: data.bind(run, "ours")) == ["once/data.json"] == read(lambda: data.bind(run, "ours"))
     run.commit(version, write(run.checkpoints, version, state_of(TENSORS[:1], seed=1), 1), ((1, 2),), Layout())
     forks.begin(store, fork, Origin("once", version), {})
     for find in (Run.begun, Run.find, Run.look):
@@ -155,10 +155,10 @@ def test_a_run_reads_each_of_its_documents_once(monkeypatch: pytest.MonkeyPatch)
         assert read(lambda find=find: find(fork).newest()) == ["forked/job.json"]
     going_on = Run.look(fork)
     with pytest.raises(JobError, match="was begun on ours"):
-        going_on.trains_on("others")
+        data.bind(going_on, "others")
     assert not store.exists("forked/data.json")
-    assert read(lambda: going_on.trains_on("ours")) == ["forked/data.json", "once/data.json"] and store.exists("forked/data.json")
-    assert read(lambda: going_on.trains_on("ours")) == ["forked/data.json"]
+    assert read(lambda: data.bind(going_on, "ours")) == ["forked/data.json", "once/data.json"] and store.exists("forked/data.json")
+    assert read(lambda: data.bind(going_on, "ours")) == ["forked/data.json"]
 
 
 def test_another_job_is_told_why_it_cannot_go_on() -> None:

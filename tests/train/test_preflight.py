@@ -16,6 +16,7 @@ from elastic.errors import DataError, JobError, ModelError
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.report.story import StepLine
+from elastic.runs import data
 from elastic.runs.run import Run
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
@@ -213,7 +214,7 @@ def test_other_samples_are_refused_with_both_fingerprints(tmp_path: Path, text: 
     """The command and a worker both refuse other text at the same path, the same text cut otherwise, and its documents kept apart."""
     prepare(text, str(tmp_path / "data"))
     begun = job_on(tmp_path, tmp_path / "data")
-    Run.open(begun).trains_on(preflight(begun).build.data)
+    data.bind(Run.open(begun), preflight(begun).build.data)
     (tmp_path / "data").rename(tmp_path / "old")
     write_texts(text, {"a.txt": TEXT.replace("worst", "wurst")})
     prepare(text, str(tmp_path / "data"))

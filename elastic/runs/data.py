@@ -1,0 +1,46 @@
+"""Binds a run to the samples that it was begun on, wherever they are stored.
+
+<run>/data.json   the fingerprint of its samples; a fork has none before it trains, and has those of the run that it was forked from
+"""
+
+from __future__ import annotations
+
+from elastic.errors import JobError
+from elastic.runs import forks
+from elastic.runs.run import Run
+from storage.documents import seal, unseal
+from storage.errors import Exists, Missing
+
+
+def bind(run: Run, fingerprint: str) -> None:
+    """Binds the run to its samples.  Raises like :func:`check`."""
+    if check(run, fingerprint):
+        return
+    about = {"format": 1, "fingerprint": fingerprint, "args": run.job.data.args}
+    try:
+        run.store.put_if_absent(f"{run.job.name}/data.json", seal(about))
+    except Exists:  # another command was faster
+        check(run, fingerprint)
+
+
+def check(run: Run, fingerprint: str) -> bool:
+    """Returns whether the run is bound to its samples, and not only the run that it was forked from, whose samples it has.
+
+    Raises :class:`JobError` if the run, or that one, was begun on other samples.
+    """
+    name, found = run.job.name, None
+    while found is None:
+        key = f"{name}/data.json"
+        try:
+            found = unseal(run.store.get(key), run.store.full_name(key), 1)
+        except Missing:
+            if (origin := run.origin if name == run.job.name else forks.origin_of(run.store, name)) is None:
+                return False
+            name = origin.run
+    if found["fingerprint"] != fingerprint:
+        raise JobError(
+            f"data.args = {run.job.data.args}: the dataset has the fingerprint {fingerprint}, but the run {run.job.name!r} in "
+            f"bucket = {run.job.bucket!r} was begun on {found['fingerprint']} (data.args = {found['args']}); "
+            f"give this run another name, or the data it was begun on"
+        )
+    return name == run.job.name

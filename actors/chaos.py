@@ -26,8 +26,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
-from actors.coordinator import View
 from actors.launch import attach
+from actors.view import View
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.sim.faults import VICTIM, Fault, Kind

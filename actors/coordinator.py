@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -30,7 +29,8 @@ from actors.objects import UsersCode
 from actors.perform import Group
 from actors.processes import end_on_sigterm, log_folder, make_log_folder
 from actors.prometheus import Exported
-from actors.survivors import Left, find
+from actors.survivors import Left, look_back
+from actors.view import View, best_of
 from elastic.control import codec, copy_inventory
 from elastic.control.inbox import Inbox
 from elastic.control.machine import Transition, advance
@@ -40,10 +40,8 @@ from elastic.engine.optim.schedule import rate_for_readers
 from elastic.errors import PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
-from elastic.protocol import authority
 from elastic.protocol.authority import Audience, Authority
 from elastic.protocol.builds import Build
-from elastic.protocol.commit_record import Score
 from elastic.protocol.events import (
     Capacity,
     Event,
@@ -60,7 +58,7 @@ from elastic.protocol.events import (
     Tick,
     parts,
 )
-from elastic.report.story import Line, Story
+from elastic.report.story import Story
 from elastic.runs import restarts
 from elastic.runs.metrics import Recorder
 from elastic.runs.run import Run
@@ -80,49 +78,6 @@ DEPOSED, STUMBLED = 4, 5
 """Exit codes of its process: 4 means that another coordinator acts for the run, 5 that it could not handle an event and the next one
 tries.
 """
-
-
-@dataclass(frozen=True)
-class View:
-    """The coordinator's answer to a question about the run.  ``workers`` maps each worker to its node."""
-
-    state: str
-    reason: str
-    token: str
-    pid: int
-    incarnation: int
-    generation: int
-    step: int
-    steps: int
-    workers: dict[WorkerId, str]
-    told: int
-    """The number of lines of the story so far; ``lines`` are the last of them."""
-    lines: list[Line]
-    stopping: str
-    """The reason why the run was asked to stop; "" if it was not."""
-    over: bool
-    job_error: str
-    """The user's traceback if the job is at fault."""
-    unprotected_since: int | None
-    """The step from which on not every member's state is complete in host memory, although it should be; None if it is."""
-    unbuddied_since: int | None
-    """The step from which on not every member's state is copied to another node, although it should be; None if it is."""
-    paces: tuple[int, int]
-    """The steps from one copy in host memory to the next, and from one copy at the buddies to the next; 0 means no copies."""
-    speed: str
-    """The speed of the steps since this coordinator began, in words; "" before the first one."""
-    best: str = ""
-    """The best validation so far, in words."""
-    warned: tuple[str, ...] = ()
-    """The warnings about gradients and the loss that were said in this run: "dead layers.3"."""
-    skipped: str = ""
-    """The sentence about the steps that were skipped; "" if there is none."""
-    owed: str = ""
-    """The exports, samples and validations that are owed or were given up, in words; "" if there are none."""
-
-
-def _best(score: Score | None) -> str:
-    return "" if score is None else f"best validation {score.found.mean:.6g} after step {score.version.step}"
 
 
 @dataclass(frozen=True)
@@ -229,8 +184,10 @@ class Coordinator:
         folder = make_log_folder(self.token)
         local = replicas.folder_of(folder, self.incarnation)
         local.mkdir(mode=0o700, exist_ok=True)  # it must exist, because a later coordinator may look for it
-        self.left, self.whole = Left(), True
-        found = self.run.recover(first, local, self._look_back(before, folder)) if self.again else None
+        self.left = Left(whole=True)
+        if self.again:
+            self.left = look_back(self.run, self.token, self.incarnation, before, self.rules.coordinator_lease_over_s)
+        found = self.run.recover(first, local, self.left.ends) if self.again else None
         if found is None:
             state = self._begun(reference)
             found = state, self.run.journal(local, codec.snapshot(state, elastic.__version__, self.rules))
@@ -242,24 +199,6 @@ class Coordinator:
         state, goes_on = self.run.begins(0 if self.again else self.incarnation, self.clock())
         self._say("" if self.again else goes_on)
         return replace(state, members=replace(state.members, reference=reference))
-
-    def _look_back(self, before: Mapping[int, NodeId], folder: Path) -> list[replicas.Written]:
-        """Returns what the coordinators ``before`` have left of the journal.
-
-        If that may not be everything, it waits until none of them acts any more.  It is everything in three cases: all of them ran on this
-        node, so they have ended; none of them finds a majority of the keepers any more; or the run is over.
-        """
-        claimed_at = time.monotonic()
-        here = all(node == cluster.here() and replicas.folder_of(folder, number).exists() for number, node in before.items())
-        while True:
-            self.left = find(self.token, self.incarnation)
-            found = [*replicas.local(folder), *self.left.ends]
-            known = self.run.read(min(before), found)
-            self.whole = here or (known is not None and (known.over or authority.has_read_all(self.left.attached, known.cluster.keepers)))
-            wait_s = authority.waits_s(claimed_at, self.rules.coordinator_lease_over_s, self.whole, time.monotonic())
-            if not wait_s:
-                return found
-            time.sleep(wait_s)
 
     # ---- inbox
 
@@ -350,7 +289,7 @@ class Coordinator:
             unbuddied_since=copy_inventory.unbuddied_since(state),
             paces=copy_inventory.paces(state),
             speed=str(self.story.speed),
-            best=_best(state.history.best),
+            best=best_of(state.history.best),
             warned=state.health.said,
             skipped=state.skips.summary,
             owed=self.errands.owed,
@@ -397,7 +336,7 @@ class Coordinator:
         self.group.adopt(self.left, self.state)
         if isinstance(self.state.state, TERMINAL):
             self.reason = getattr(self.state.state, "reason", f"finished at step {self.state.step}")
-        self._handle(Recovered(self.incarnation, tuple(self.left.workers), tuple(self.left.keepers), self.whole), None)
+        self._handle(Recovered(self.incarnation, tuple(self.left.workers), tuple(self.left.keepers), self.left.whole), None)
         self.group.attach(tuple(each.version for each in self.state.saves.pending if each.asked))
 
     def _take(self) -> None:

@@ -20,10 +20,11 @@ import ray
 
 from actors import cluster
 from actors.begin import Show, begin, begin_here, claim, note_code
-from actors.coordinator import Coordinator, View
+from actors.coordinator import Coordinator
 from actors.objects import pack
 from actors.signals import Requests
 from actors.terminal import screen_for
+from actors.view import View
 from elastic.errors import FINISHED, STOPPED, ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job

@@ -19,8 +19,8 @@ from actors.terminal import say
 from elastic.report.story import Line
 
 if TYPE_CHECKING:
-    from actors.coordinator import View
     from actors.terminal import Screen
+    from actors.view import View
 
 LOOK_S = 1.0
 """Seconds from one look at the logs to the next."""

@@ -13,10 +13,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, launch
-from actors.coordinator import View
 from actors.prints import Prints, Reading
 from actors.processes import clear, end_on_sigterm
 from actors.terminal import say, screen_for, show_result
+from actors.view import View
 from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job

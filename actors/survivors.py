@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from actors import cluster
+from actors.processes import log_folder
 from elastic.ids import NodeId, WorkerId
+from elastic.protocol import authority
+from elastic.runs.run import Run
+from storage.journal import replicas
 from storage.journal.replicas import Written
 
 KEEPERS_S = 5.0
@@ -20,14 +26,15 @@ KEEPERS_S = 5.0
 class Left:
     """The actors found, and what the keepers said.
 
-    ``ends`` holds the keepers' copies of the journal's end.  ``attached`` maps each keeper that answered to the incarnation whose records
-    it holds (0: none).
+    ``ends`` holds the copies of the journal's end.  ``attached`` maps each keeper that answered to the incarnation whose records it holds
+    (0: none).  ``whole`` says that there are no other copies that count.
     """
 
     workers: dict[WorkerId, Any] = field(default_factory=dict)
     keepers: dict[NodeId, Any] = field(default_factory=dict)
     ends: list[Written] = field(default_factory=list)
     attached: dict[NodeId, int] = field(default_factory=dict)
+    whole: bool = False
 
 
 def find(token: str, incarnation: int) -> Left:
@@ -47,3 +54,23 @@ def find(token: str, incarnation: int) -> Left:
             left.ends.append((by, tail))
             left.attached[asked[ref]] = by
     return left
+
+
+def look_back(run: Run, token: str, incarnation: int, before: Mapping[int, NodeId], lease_over_s: float) -> Left:
+    """Returns what the coordinators ``before`` have left.
+
+    If that may not be everything of the journal, it waits until none of them acts any more, ``lease_over_s`` at most.  It is everything in
+    three cases: all of them ran on this node, so they have ended; none of them finds a majority of the keepers any more; or the run is
+    over.
+    """
+    claimed_at, folder = time.monotonic(), log_folder(token)
+    here = all(node == cluster.here() and replicas.folder_of(folder, number).exists() for number, node in before.items())
+    while True:
+        left = find(token, incarnation)
+        left.ends = [*replicas.local(folder), *left.ends]
+        known = run.read(min(before), left.ends)
+        left.whole = here or (known is not None and (known.over or authority.has_read_all(left.attached, known.cluster.keepers)))
+        wait_s = authority.waits_s(claimed_at, lease_over_s, left.whole, time.monotonic())
+        if not wait_s:
+            return left
+        time.sleep(wait_s)

@@ -25,8 +25,8 @@ from elastic.report.speed import LEAST_MFU
 from elastic.report.story import Ending, Line, StepLine
 
 if TYPE_CHECKING:
-    from actors.coordinator import View
     from actors.launch import Result
+    from actors.view import View
 
 DATA_WAIT = 0.1
 """Smallest part of a step for which a worker waits for data that a line of the step tells."""

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from actors.cli import main
-from actors.coordinator import View
 from actors.launch import launch, lines_of
 from actors.report_command import facts_of
 from actors.run_commands import Absent
 from actors.terminal import Screen
+from actors.view import View
 from elastic.control.skips import Skips
 from elastic.engine.spikes import Spikes, tensors_of
 from elastic.job import Job

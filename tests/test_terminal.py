@@ -13,8 +13,8 @@ import pytest
 
 from actors import terminal
 from actors.cli import UNREAD, main
-from actors.coordinator import View
 from actors.terminal import Screen, Terminal
+from actors.view import View
 from elastic.job import Job
 from elastic.report.progress import Progress, spell
 from elastic.report.story import StepLine

@@ -1,6 +1,6 @@
 """Binds a run to the samples that it was begun on, wherever they are stored.
 
-<run>/data.json   the fingerprint of its samples; a fork has none before it trains, and has those of the run that it was forked from
+Their fingerprint is in ``<run>/data.json``.  A fork that has not trained has none, and has the samples of the run that it was forked from.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import ray
 import torch
 
 import elastic
-from actors.coordinator import View
 from actors.launch import attach
+from actors.view import View
 from elastic.job import Job
 from elastic.report.ledger import ledger, mixed
 from elastic.report.story import Sentence

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator import View
 from actors.launch import attach
+from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.data.prepare import prepare
 from elastic.job import Job

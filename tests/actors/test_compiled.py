@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.coordinator import View
 from actors.processes import compiled_folder
+from actors.view import View
 from elastic.job import Job
 from elastic.train.machine.compilers import CPU
 from storage.objects import ObjectStore

@@ -15,8 +15,8 @@ import pytest
 from torch import Tensor, nn
 
 from actors.cli import main
-from actors.coordinator import View
 from actors.launch import Result
+from actors.view import View
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
 from elastic.runs import owed

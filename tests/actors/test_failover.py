@@ -22,9 +22,9 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.coordinator import View
 from actors.launch import attach
 from actors.processes import log_folder
+from actors.view import View
 from elastic.control.takeover import MAX_DEATHS, UNREAD
 from elastic.data.cursor import Cursor
 from elastic.ids import WorkerId

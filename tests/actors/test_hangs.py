@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator import View
 from actors.perform import UNREACHED, Group
 from actors.relay import Orders
+from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.ids import NodeId
 from elastic.job import Job

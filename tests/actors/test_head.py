@@ -19,8 +19,8 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.coordinator import View
 from actors.processes import make_log_folder
+from actors.view import View
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
 from tests.actors.test_failover import GATE, STEPS, job_of, take_overs, undisturbed

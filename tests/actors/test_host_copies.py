@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator import View
 from actors.launch import launch
+from actors.view import View
 from elastic.errors import WireError
 from elastic.report.ledger import ledger
 from elastic.report.story import Line, Sentence

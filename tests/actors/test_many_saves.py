@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.coordinator import View
 from actors.launch import attach
+from actors.view import View
 from elastic.job import Job
 from tests.support.chaos import Witness, assert_nothing_left, trial
 from tests.support.processes import children

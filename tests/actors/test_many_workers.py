@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from actors import cluster, launch
-from actors.coordinator import View
+from actors.view import View
 from elastic.control import codec
 from elastic.report.ledger import ledger
 from elastic.runs.run import Run

@@ -16,8 +16,8 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.coordinator import View
 from actors.launch import attach
+from actors.view import View
 from elastic.control.takeover import UNREAD
 from elastic.job import Job
 from elastic.report.story import Sentence

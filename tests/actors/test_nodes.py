@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from actors.coordinator import View
+from actors.view import View
 from elastic.runs.run import Run
 from tests.support.chaos import Witness, assert_survived, formed, trial
 from tests.support.kills import Director, Grow, Script

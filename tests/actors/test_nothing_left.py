@@ -18,8 +18,8 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.coordinator import View
 from actors.processes import log_folder, remove_logs
+from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.report.story import Sentence
 from elastic.train.counters import Counters, segment, writer_lives

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from actors.chaos import Chaos
-from actors.coordinator import View
+from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.story import Sentence

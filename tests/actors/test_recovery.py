@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from actors.coordinator import View
 from actors.launch import launch
+from actors.view import View
 from elastic.engine.optim.base import RULES
 from elastic.plan.memory import USABLE
 from elastic.protocol.lineage import tip

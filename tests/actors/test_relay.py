@@ -17,10 +17,10 @@ import pytest
 import ray
 
 from actors import launch
-from actors.coordinator import View
 from actors.keeper import GROUPS
 from actors.objects import UsersCode
 from actors.relay import HOPS, Orders
+from actors.view import View
 from actors.worker import Worker
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import Here, NodeRefused, StartFailed

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator import View
+from actors.view import View
 from elastic.config.sections import Fault
 from elastic.data.cursor import Cursor
 from elastic.report.story import Sentence

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actors.checkpoint_commands import gc
-from actors.coordinator import View
+from actors.view import View
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
 from elastic.runs.run import Run

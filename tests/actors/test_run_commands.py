@@ -18,11 +18,11 @@ import ray
 
 from actors import cluster, run_commands
 from actors.cli import main
-from actors.coordinator import View
 from actors.launch import attach, reap, start
 from actors.prints import Prints
 from actors.processes import clear, log_file, log_folder, make_log_folder, remove_logs
 from actors.terminal import Screen
+from actors.view import View
 from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.runs.run import Run

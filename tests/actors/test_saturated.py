@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.coordinator import View
+from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.runs.run import Run
 from tests.support.busy import burn, busy_cores, hold_the_gil, worst_beat_s

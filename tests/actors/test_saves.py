@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator import View
+from actors.view import View
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.report.story import Sentence

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator import View
+from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.runs.run import Run
 from tests.support.chaos import LEFT, Trial, Witness, assert_survived, formed, how, trial

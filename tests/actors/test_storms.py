@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.chaos import Chaos
-from actors.coordinator import View
+from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.sim.faults import Fault, Kind
 from tests.benchmarks.storm import SHARDS, Storm, judge

@@ -14,8 +14,8 @@ import ray
 
 from actors.chaos import Chaos, Hand, Strike
 from actors.cli import main
-from actors.coordinator import View
 from actors.launch import attach, launch
+from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.ids import Version
 from elastic.report.story import Line, Sentence

@@ -24,8 +24,8 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.coordinator import View
 from actors.launch import Result
+from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.ledger import ledger

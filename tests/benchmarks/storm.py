@@ -29,8 +29,8 @@ from typing import Any
 import ray
 
 from actors.chaos import Chaos, Strike
-from actors.coordinator import View
 from actors.launch import Result, attach, launch, reap
+from actors.view import View
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.report.replay import differences

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import ray
 
-from actors.coordinator import View
 from actors.launch import attach
+from actors.view import View
 from elastic.job import Job
 from tests.support.job_file import to_toml
 from tests.support.left import left_of

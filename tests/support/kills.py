@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from actors.coordinator import View
+from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from tests.support.chaos import Trial, Witness, alone, trial

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from actors.errands import Errands
 from actors.journal_replicas import JournalReplicas
 from actors.objects import UsersCode
 from actors.perform import Group
-from actors.processes import end_on_sigterm, log_folder, make_log_folder
+from actors.processes import end_on_sigterm, make_log_folder
 from actors.prometheus import Exported
 from actors.survivors import Left, look_back
 from actors.view import View, best_of
@@ -323,7 +322,6 @@ class Coordinator:
             self.group.reap(GRACE_S)
             self.errands.finish(isinstance(self.state.state, Finished), self.inbox)
             metrics.close()
-            shutil.rmtree(log_folder(self.token), ignore_errors=True)  # a late worker may have made it again after the last keeper left
         except Exception:  # the process boundary: drivers wait for the end
             self.story.say(time.time(), f"the run has left something on its nodes; elastic clean removes it\n{traceback.format_exc()}")
         self.over.set()

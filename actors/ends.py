@@ -1,12 +1,20 @@
-"""Says in a few words why an actor ended or could not be made, and which event failed."""
+"""Ends actors and what they leave, and says in a few words why one ended or could not be made, and which event failed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 import traceback
+from collections.abc import Iterable
+from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors import cluster
+from actors.processes import leave_nothing
+from elastic.ids import NodeId
 from elastic.imports import PACKAGES
 from elastic.protocol.events import Event
 
@@ -37,3 +45,41 @@ def signature(event: Event, error: Exception) -> str:
     """Returns a description of an event that failed, in the same words each time it fails in the same way."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(event).__name__}: {type(error).__name__} at {os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+def kill_all(actors: Iterable[Any]) -> None:
+    for actor in actors:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(actor, no_restart=True)
+
+
+def wait_for_all(calls: list[Any], until: float) -> None:
+    """Waits for the calls to end, until the monotonic clock shows ``until``."""
+    if calls:
+        ray.wait(calls, num_returns=len(calls), timeout=max(0.0, until - time.monotonic()))
+
+
+def succeeded(call: Any, unless: type[Exception] | tuple[type[Exception], ...] = ()) -> bool:
+    """Returns whether the call is done, without an error or with one of ``unless``."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        return isinstance(error.cause, unless)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+def leave_nothing_on(nodes: Iterable[NodeId], run: str, until: float) -> list[str]:
+    """Removes what the run has on ``nodes``, since no keeper has done it there.  Returns the places where that did not succeed in time."""
+    tasks = {}
+    for node in nodes:
+        if node == cluster.here():
+            leave_nothing(run)
+        else:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            tasks[node] = ray.remote(num_cpus=0, max_retries=0)(leave_nothing).options(scheduling_strategy=there).remote(run)
+    wait_for_all(list(tasks.values()), until)
+    return [cluster.place(node) for node, task in tasks.items() if not succeeded(task)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import sys
 import threading
 import time
@@ -20,7 +19,18 @@ from typing import Any
 import ray
 
 from actors.logs import Logs
-from actors.processes import Process, compiled_folder, describe, end_on_sigterm, log_folder, remove_logs, segments, sweep
+from actors.processes import (
+    Process,
+    compiled_folder,
+    describe,
+    end_on_sigterm,
+    leave_nothing,
+    log_folder,
+    make_log_folder,
+    remove_logs,
+    segments,
+    sweep,
+)
 from actors.relay import SPEAKING, Gathering, answered, gone_for_good
 from elastic.errors import StateMissing
 from elastic.ids import NodeId, Version, WorkerId
@@ -45,6 +55,8 @@ SURE = 4
 """Number of beats in a row to which Ray says that there will be no coordinator, before the keeper believes it."""
 CLOSE_S = 5.0
 """Seconds that all workers of the keeper together may take to end by themselves when the run is over."""
+FOLDER_S = 5.0
+"""Seconds between two looks for the run's folder.  Whoever ends the run removes it, and has then killed this keeper for long."""
 STORE_S = 60.0
 """Seconds in which the keeper's own store must answer it."""
 REAPED_S = 0.5
@@ -72,6 +84,7 @@ class Keeper:
         self.replica, self._hearing = Replica(heeds=incarnation), threading.Lock()
         """The keeper's copy of the journal's end, and the lock for it, since several threads use it."""
         sweep(name)
+        make_log_folder(run)  # from now on workers of this node can begin
         self.store = ObjectStore.open(bucket)
         self.node = NodeId(ray.get_runtime_context().get_node_id())
         self.probe = Probe(self.store, name, run)
@@ -277,7 +290,10 @@ class Keeper:
         return STOPPED if process.stopped() else OPERATIONS[counters["operation"]]
 
     def _watch(self) -> None:
+        looked_at, missing = time.monotonic(), False
         while not self._closed.wait(0.05):
+            if time.monotonic() - looked_at > FOLDER_S:
+                looked_at, missing = time.monotonic(), self._make_again(missing)
             self.keeper_store.say_who_lacks_memory()
             for worker, (process, _) in list(self.workers.items()):
                 if process.ended():
@@ -286,11 +302,21 @@ class Keeper:
                     del self.workers[worker]
                     self.actors.pop(worker, None)
 
+    def _make_again(self, missing: bool) -> bool:
+        """Makes the run's folder if it is missing, and was at the last look.  Returns whether it was missing.
+
+        Without it no worker of this node can begin, and whoever cleans the temporary folder may have removed it.
+        """
+        was, missing = missing, not log_folder(self.run).exists()
+        if was and missing:
+            make_log_folder(self.run)
+        return missing
+
     def close(self, incarnation: int) -> None:
         """Ends the keeper because the run is over: it stores the remaining logs and leaves nothing on the node."""
         self._heed(incarnation)
         self._end(over=True)
-        shutil.rmtree(log_folder(self.run), ignore_errors=True)
+        leave_nothing(self.run)
 
     def _end(self, *, over: bool) -> None:
         """Ends what runs here, stores the remaining logs, and removes what workers and keeper have left outside the run's folder.

@@ -21,7 +21,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
-from actors.ends import NODE_DIED, UNREACHED, why_ended, why_not_made
+from actors.ends import NODE_DIED, UNREACHED, kill_all, leave_nothing_on, succeeded, wait_for_all, why_ended, why_not_made
 from actors.keeper import GROUPS, Keeper
 from actors.logs import EXAMINE_S
 from actors.objects import UsersCode
@@ -56,7 +56,7 @@ from elastic.runs.receipts import Parts
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
 from storage.checkpoints import ShardReceipt
-from storage.errors import StorageError, Unavailable
+from storage.errors import Deposed, StorageError, Unavailable
 
 STORE_DEADLINE_S = 20
 """Seconds that a keeper may take to open a store, before it counts as lost."""
@@ -454,25 +454,17 @@ class Group:
             pool.shutdown(wait=False, cancel_futures=True)
         until = time.monotonic() + 2 * grace_s
         unfollowed = [actor for worker, actor in self.workers.items() if worker not in self.joined]
-        _kill_all(unfollowed)  # before the keepers close: what these workers have made would stay, and nobody ends them in good order
-        _wait_for_all([actor.lives.remote() for actor in unfollowed], until)
-        _wait_for_all([keeper.close.remote(self.incarnation) for keeper in list(self.keepers.values())], until)
-        _kill_all([*self.workers.values(), *self.keepers.values()])
-        _wait_for_all(list(self._lives.copy()), max(until, time.monotonic() + grace_s / 2))
+        kill_all(unfollowed)  # before the keepers close: what these workers have made would stay, and nobody ends them in good order
+        wait_for_all([actor.lives.remote() for actor in unfollowed], time.monotonic() + grace_s)
+        closing = {node: keeper.close.remote(self.incarnation) for node, keeper in list(self.keepers.items())}
+        wait_for_all(list(closing.values()), until)
+        unclosed = set(cluster.nodes()) - {node for node, call in closing.items() if succeeded(call, unless=Deposed)}
+        kill_all([*self.workers.values(), *self.keepers.values()])
+        wait_for_all(list(self._lives.copy()), max(until, time.monotonic() + grace_s / 2))
+        if left := leave_nothing_on(sorted(unclosed), self.token, time.monotonic() + grace_s):
+            self.tell(f"the run may have left something on {', '.join(left)}, whose keeper did not end it; `elastic clean` removes it")
         with contextlib.suppress(StorageError):
             self.probe.remove_all()  # last, since a keeper that was being checked may have left its sign after it was closed
-
-
-def _kill_all(actors: list[Any]) -> None:
-    for actor in actors:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(actor, no_restart=True)
-
-
-def _wait_for_all(calls: list[Any], until: float) -> None:
-    """Waits for the calls to end, until the monotonic clock shows ``until``."""
-    if calls:
-        ray.wait(calls, num_returns=len(calls), timeout=max(0.0, until - time.monotonic()))
 
 
 def _later(seconds: float, call: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ import struct
 import tempfile
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elastic.errors import JobError
@@ -19,6 +20,10 @@ from elastic.train.counters import segment, writer_lives
 
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
+POLL_S = 0.02
+"""Seconds between two looks whether somebody else is done."""
+ENTERED_S = 5.0
+"""Seconds for which a worker that makes its files is waited for at the end of a run.  It takes it a millisecond, if nothing stops it."""
 
 
 def log_folder(run: str) -> Path:
@@ -67,6 +72,43 @@ def _is_ours(folder: Path) -> bool:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def entered(run: str, wait: Callable[[], object]) -> Iterator[None]:
+    """Enters the run's folder on this node: what a worker makes inside, :func:`leave_nothing` removes.  Calls ``wait`` until it can.
+
+    A killed process may run on for a while after Ray has said that its actor is dead.  So a worker enters the folder that its keeper has
+    made, and never makes it: once the run is over there is no folder, and a late worker leaves nothing that nobody removes.
+    """
+    while (descriptor := _locked(log_folder(run), fcntl.LOCK_SH)) is None:
+        wait()
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(folder: Path, how: int) -> int | None:
+    """Returns a descriptor of ``folder`` that holds the lock ``how`` until it is closed, or its process ends; None without such a folder.
+
+    Raises ``BlockingIOError`` if ``how`` says not to wait, and another process holds the lock.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, how)
+        there = os.path.samestat(os.fstat(descriptor), os.stat(folder))
+    except FileNotFoundError:
+        there = False
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    if not there:  # it was removed while this process waited for the lock
+        os.close(descriptor)
+    return descriptor if there else None
+
+
 def log_file(run: str, worker: str) -> Path:
     """Returns the file on its node that holds what the worker printed."""
     return log_folder(run) / f"{worker}.log"
@@ -78,6 +120,26 @@ def remove_logs(run: str) -> None:
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a coordinator's part of the journal is there, or a worker has just made a log
         log_folder(run).rmdir()
+
+
+def leave_nothing(run: str, deadline_s: float = ENTERED_S, wait: Callable[[float], object] = time.sleep) -> None:
+    """Removes all that the run has on this node, since the run is over.  Only a worker that has :func:`entered` can make more; it is
+    waited for until the deadline.
+    """
+    end, locked = time.monotonic() + deadline_s, None
+    while True:
+        try:
+            locked = _locked(log_folder(run), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                break
+        wait(POLL_S)
+    shutil.rmtree(log_folder(run), ignore_errors=True)
+    for path in segments(run):  # after the folder: from now on nobody makes any
+        path.unlink(missing_ok=True)
+    if locked is not None:
+        os.close(locked)
 
 
 def sweep(name: str) -> None:
@@ -110,7 +172,7 @@ def clear(name: str, deadline_s: float) -> list[str]:
     removed, end = [], time.monotonic() + deadline_s
     for path in segments(f"{name}-????-??????"):
         while (alive := writer_lives(path)) and time.monotonic() < end:
-            time.sleep(0.02)
+            time.sleep(POLL_S)
         if not alive:
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 path.unlink()

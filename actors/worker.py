@@ -24,7 +24,7 @@ import ray
 
 from actors import cluster
 from actors.logs import EXAMINE_S
-from actors.processes import compiled_folder, end_on_sigterm, log_file, make_log_folder, started
+from actors.processes import POLL_S, compiled_folder, end_on_sigterm, entered, log_file, started
 from actors.relay import Outbox, gone_for_good
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
@@ -64,12 +64,12 @@ class Worker:
         self._made_at, self._made_with_s = time.monotonic(), time.process_time()
         end_on_sigterm()
         sys.path[:0] = [entry for entry in code.search_path if entry not in sys.path]
-        make_log_folder(run)
-        _redirect_output(log_file(run, worker))
-        faulthandler.register(signal.SIGUSR1)  # on SIGUSR1 it writes all stacks into its log, which shows where it hangs
-        if why := no_segment(shared_memory()):
-            raise JobError(why)
-        self.counters = Counters(segment(run, worker), create=True)
+        with entered(run, self._wait_for_keeper):
+            _redirect_output(log_file(run, worker))
+            faulthandler.register(signal.SIGUSR1)  # on SIGUSR1 it writes all stacks into its log, which shows where it hangs
+            if why := no_segment(shared_memory()):
+                raise JobError(why)
+            self.counters = Counters(segment(run, worker), create=True)
         self.counters["pid"], self.counters["started"] = os.getpid(), started(os.getpid())
         self.apply_fence = ApplyFence(Member(worker, job.deadlines.lease_s))
         self.trainer: Trainer | None = None
@@ -132,6 +132,13 @@ class Worker:
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)
         self._end(self.trainer)
+
+    def _wait_for_keeper(self) -> None:
+        """Waits for the node's keeper, which makes the run's folder.  Ends the process after two leases: the run may be over."""
+        if time.monotonic() - self._made_at > 2 * self.job.deadlines.lease_s:
+            print(f"{self.worker}: no keeper of its run has come up on this node; leaving", flush=True)
+            os._exit(3)
+        time.sleep(POLL_S)
 
     def _leave_unused(self) -> None:
         """Ends the process if nobody has called ``train``: the order to kill it may have come before it was made."""

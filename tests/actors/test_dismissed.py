@@ -17,7 +17,7 @@ from actors.coordinator import Coordinator, Lease, View
 from actors.keeper import GROUPS, Keeper
 from actors.launch import attach
 from actors.objects import UsersCode
-from actors.processes import clear, log_file
+from actors.processes import clear, log_file, make_log_folder
 from actors.relay import Outbox
 from actors.worker import Worker
 from elastic.control.inbox import Inbox
@@ -114,6 +114,7 @@ def test_a_worker_that_nobody_calls_leaves_by_itself(tmp_path: Path) -> None:
     """
     desk = ray.remote(num_cpus=0)(Desk).remote()
     job = toy_job(tmp_path, name="unused", deadlines={"lease_s": 1, "fence_s": 1})
+    make_log_folder("unused-0001-abcdef")
     made = {}
     for kind in (Worker, Called):
         name = WorkerId(f"w{len(made)}")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,15 +19,23 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.processes import log_folder, remove_logs
+from actors.coordinator import GRACE_S
+from actors.objects import UsersCode
+from actors.perform import Group
+from actors.processes import leave_nothing, log_folder, make_log_folder, remove_logs
 from actors.view import View
+from actors.worker import Worker
 from elastic.data.cursor import Cursor
+from elastic.ids import WorkerId
+from elastic.protocol.events import Event, KeeperLost, KeeperUp
 from elastic.report.story import Sentence
+from elastic.runs.run import Run
 from elastic.train.counters import Counters, segment, writer_lives
 from storage.journal.replicas import folder_of
 from tests.support.chaos import Witness, assert_nothing_left, trial
 from tests.support.commands import assert_no_actor_left
 from tests.support.left import left_of
+from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import Watched
 from tests.support.toys import toy_job
 
@@ -40,6 +49,18 @@ with open(sys.argv[1], "w") as log:
     code = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     subprocess.Popen(["ray::Worker", "-c", code], executable=sys.executable, stderr=log)
 """
+
+
+class Desk:
+    """Stands in for the coordinator: it hears keepers."""
+
+    def post(self, event: Event, shard: Any = None) -> None: ...
+
+    def post_all(self, said: tuple[Event, ...]) -> None: ...
+
+    def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> None: ...
+
+    def tell(self, sentence: str) -> None: ...
 
 
 class Idle:
@@ -171,6 +192,104 @@ def test_a_run_that_ends_while_a_worker_starts_leaves_nothing(tmp_path: Path) ->
     chaos = trial(toy_job(tmp_path, name="early", steps=4, data=data, workers={"min": 1, "max": 2}), act)
     assert chaos.result.state == "Finished" and not any("w3 joined" in line.text for line in chaos.lines if isinstance(line, Sentence))
     assert_nothing_left(chaos)
+
+
+MAKES = """
+import sys
+from actors.processes import entered
+from elastic.train.counters import Counters, segment
+
+def wait():
+    print("waits", flush=True)
+    sys.exit()
+
+with entered(sys.argv[1], wait):
+    print("entered", flush=True)
+    input()
+    Counters(segment(sys.argv[1], "w1"), create=True)["pid"] = 1
+"""
+"""A worker that makes its files when it is told to."""
+
+
+@contextmanager
+def making() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Starts such a worker, and yields it with its first word."""
+    with subprocess.Popen([sys.executable, "-c", MAKES, TOKEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        try:
+            yield worker, worker.stdout.readline().strip()
+        finally:
+            worker.kill()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_worker_that_makes_its_files_while_the_run_ends_is_waited_for(killed: bool) -> None:
+    """Ray has said that it is dead, but its process runs on, until it has made them or the kill reaches it.  The next one makes none."""
+    make_log_folder(TOKEN)
+    with making() as (worker, said):
+        assert said == "entered"
+
+        def wait(_: float) -> None:
+            """The end of the run has come to the worker, and lets it go on."""
+            if worker.poll() is None:
+                worker.kill() if killed else worker.communicate("go on\n")
+                worker.wait(PATIENCE_S)
+
+        leave_nothing(TOKEN, PATIENCE_S, wait)
+        assert worker.poll() is not None, "it was waited for"
+    assert_nothing_left(RUN)
+    with making() as (_, said):
+        assert said == "waits", "who comes later finds no folder"
+    assert_nothing_left(RUN)
+
+
+def test_a_worker_that_stays_in_the_folder_is_not_waited_for_without_end() -> None:
+    """The control: the folder was not free."""
+    make_log_folder(TOKEN)
+    waits = list[float]()
+    with making():
+        leave_nothing(TOKEN, 0.05, lambda pause_s: (waits.append(pause_s), time.sleep(pause_s))[0])
+    assert waits and not log_folder(TOKEN).exists()
+
+
+def test_a_worker_that_is_made_when_the_run_is_over_leaves_nothing(tmp_path: Path) -> None:
+    """Its process had begun when Ray was told to kill it, and no keeper is there any more.  The control: with one, it begins."""
+    job = toy_job(tmp_path, name=NAME, deadlines={"lease_s": 1, "fence_s": 1})
+    kind = ray.remote(num_cpus=0, concurrency_groups={"control": 1, "life": 1})(Worker)
+    for over in (False, True):
+        if not over:
+            make_log_folder(TOKEN)
+        late = kind.remote(job, TOKEN, WorkerId("w1"), None, UsersCode([]), b"secret")
+        with pytest.raises(ray.exceptions.RayActorError):  # nobody calls it, so it leaves by itself
+            ray.get(late.lives.remote(), timeout=PATIENCE_S)
+        assert segment(TOKEN, "w1").exists() == log_folder(TOKEN).exists() == (not over)
+        leave_nothing(TOKEN)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_run_whose_keeper_is_lost_at_its_end_leaves_nothing(tmp_path: Path, lost: bool) -> None:
+    """R9: no other keeper is started when the run is over, or the next one did not come up in time.  The control: a keeper that lives
+    removes all.  What another run has there stays.
+    """
+    job = toy_job(tmp_path, name=NAME)
+    desk: Any = ray.remote(num_cpus=0, max_concurrency=4)(Desk).remote()
+    said = list[Any]()
+    run = Run.open(job)
+    one = Group(job, run, TOKEN, 1, desk, UsersCode([]), b"secret", said.append)
+    one.tell = said.append
+    with file(segment(f"{NAME}-2-0001-abcdef", "w1")):
+        one.keep(cluster.here())
+        until(lambda: any(isinstance(event, KeeperUp) for event in said), what="the keeper is up")
+        Counters(segment(TOKEN, "w1"), create=True)["pid"] = os.getpid()
+        assert log_folder(TOKEN).exists()
+        if lost:
+            ray.kill(one.keepers[cluster.here()])
+            until(lambda: any(isinstance(event, KeeperLost) for event in said), what="the keeper is lost")
+        one.reap(GRACE_S)
+        assert segment(f"{NAME}-2-0001-abcdef", "w1").exists()
+    ray.kill(desk)
+    assert_nothing_left(RUN)
+    assert not any(isinstance(event, str) for event in said), said
 
 
 @pytest.mark.parametrize("coordinator", [True, False])

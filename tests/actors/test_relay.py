@@ -19,6 +19,7 @@ import ray
 from actors import launch
 from actors.keeper import GROUPS
 from actors.objects import UsersCode
+from actors.processes import leave_nothing, make_log_folder
 from actors.relay import HOPS, Orders
 from actors.view import View
 from actors.worker import Worker
@@ -135,13 +136,15 @@ def test_a_keeper_that_stands_still_or_dies_loses_nothing(office: Office, fate: 
 def test_a_worker_that_cannot_start_is_heard_before_its_process_counts_as_gone(tmp_path: Path) -> None:
     desk = ray.remote(num_cpus=0, max_concurrency=2)(Desk).remote()
     ray.get(desk.take.remote(0.5))
-    job = toy_job(tmp_path, name="refused", workers={"gpus": 1})  # Ray gives it none, so it finds none
+    job, run = toy_job(tmp_path, name="refused", workers={"gpus": 1}), f"refused-{os.getpid()}"  # Ray gives it no GPU, so it finds none
+    make_log_folder(run)
     worker = ray.remote(num_cpus=0, num_gpus=0, concurrency_groups={"control": 1, "life": 1})(Worker).remote(
-        job, f"refused-{os.getpid()}", WORKERS[0], desk, UsersCode([]), b"secret"
+        job, run, WORKERS[0], desk, UsersCode([]), b"secret"
     )
     ray.get(worker.train.remote())
     said = [event for call in ray.get(desk.read.remote()) for event in call]
     ray.kill(worker)
+    leave_nothing(run)
     assert [type(event) for event in said] == [NodeRefused, StartFailed]
     assert "workers.gpus = 1" in said[0].why and said[1].reason == "its node is refused", "the reason is said once"
 

@@ -15,8 +15,10 @@ start of a replacement.  The replacement's own process is left out.
 made (by an ``__init__`` that ``@dataclass`` generates) counts too, and is marked ``types``; an instance that arrives by pickle does not.
 
 **The steady state** is what the same process does in some quiet seconds of steps before the kill; the lease is short, so that renewals are
-among it.  Three numbers follow: ``all`` files; files with a function that does not run in the steady state (``own``: these are what
-somebody reads who follows a recovery); files that the steady state does not touch at all (``new``).
+among it.  Four numbers follow: ``all`` files; files with a function that does not run in the steady state (``own``: these are what
+somebody reads who follows a recovery from its first line to its last); files that the steady state does not touch at all (``new``); files
+with a function that had never run in that process before the kill (``only``: what a recovery adds to the start of the run, which forms a
+world by the same code.  A function that runs seldom is not among them by chance).
 """
 
 from __future__ import annotations
@@ -80,6 +82,8 @@ class Passed:
     """Functions that do not run in the steady state."""
     steady: bool
     """True if the steady state touches the file."""
+    only: tuple[str, ...]
+    """Functions that had not run before the signal."""
 
     @property
     def types(self) -> bool:
@@ -158,6 +162,10 @@ class Flow:
         """Files with a function that the steady state of the process does not run."""
         return self._union(lambda each: bool(each.own))
 
+    def only(self) -> frozenset[str]:
+        """Files with a function that the process had not run before the signal."""
+        return self._union(lambda each: bool(each.only))
+
     def new(self) -> frozenset[str]:
         """Files that the steady state of the process does not touch."""
         return self._union(lambda each: not each.steady)
@@ -183,6 +191,7 @@ def passed(calls: Sequence[Call], strike: Strike) -> list[Passed]:
         if call.function in THREADS or call.thread not in threads:
             threads[call.thread] = THREADS.get(call.function, threads.get(call.thread, call.function))
     quiet = {(call.file, call.function) for call in calls if strike.quiet_at <= call.at < strike.sent_at}
+    before = {(call.file, call.function) for call in calls if call.at < strike.sent_at}
     files: dict[str, list[Call]] = {}
     for call in calls:
         if strike.sent_at <= call.at <= strike.committed_at:
@@ -193,7 +202,8 @@ def passed(calls: Sequence[Call], strike: Strike) -> list[Passed]:
         for call in there:
             ran.setdefault(call.function, threads[call.thread])
         own = tuple(each for each in ran if (file, each) not in quiet)
-        found.append(Passed(file, there[0].at - strike.sent_at, ran, own, any(file == each for each, _ in quiet)))
+        only = tuple(each for each in ran if (file, each) not in before)
+        found.append(Passed(file, there[0].at - strike.sent_at, ran, own, any(file == each for each, _ in quiet), only))
     return found
 
 
@@ -249,8 +259,8 @@ def listed(name: str, files: Sequence[Passed]) -> str:
     """Returns the files of one process, in order of first use."""
     lines = [f"\n{name}: {len(files)} files, {sum(bool(each.own) for each in files)} own, {sum(not each.steady for each in files)} new"]
     for each in files:
-        kind = "types" if each.types else "new" if not each.steady else "own" if each.own else ""
-        shown = each.own or tuple(each.threads)
+        kind = "types" if each.types else "only" if each.only else "new" if not each.steady else "own" if each.own else ""
+        shown = each.only or each.own or tuple(each.threads)
         more = f" … {len(shown) - 4} more" if len(shown) > 4 else ""
         thread = each.threads[shown[0]]
         lines.append(f"  {1000 * each.after_s:7.1f} ms  {kind:<5} {each.file:<36} {thread:<14.14} {', '.join(shown[:4])}{more}")
@@ -268,17 +278,18 @@ def union(flow: Flow) -> str:
 
 def table(flow: Flow) -> str:
     """Returns the counts as Markdown: by process and together; then by room."""
-    lines = ["| process | all | of them only types | own | new | steady state |", "|---|---|---|---|---|---|"]
+    lines = ["| process | all | of them only types | own | new | only | steady state |", "|---|---|---|---|---|---|---|"]
     for name, files in flow.processes.items():
         counts = (
             len(files),
             sum(each.types for each in files),
             sum(bool(each.own) for each in files),
             sum(not each.steady for each in files),
+            sum(bool(each.only) for each in files),
         )
         lines.append(f"| {name} | {' | '.join(map(str, counts))} | {len(flow.quiet[name])} |")
     steady = frozenset().union(*flow.quiet.values())
-    sets = (flow.all(), flow.types(), flow.own(), flow.new(), steady)
+    sets = (flow.all(), flow.types(), flow.own(), flow.new(), flow.only(), steady)
     lines.append(f"| **together** | {' | '.join(f'**{len(each)}**' for each in sets)} |")
     rooms = [Counter(str(Path(file).parent) for file in each) for each in sets]
     lines += [f"| {room} | {' | '.join(str(each[room]) for each in rooms)} |" for room in sorted(frozenset().union(*rooms))]

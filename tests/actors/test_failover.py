@@ -345,11 +345,27 @@ def test_without_disk_and_keeper_the_world_is_another_one(tmp_path: Path, undist
     assert_nothing_left(chaos)
 
 
+class Patient(Killer):
+    """Opens the gate once all kills are done and a newcomer is about to be taken in, or has been."""
+
+    def __call__(self, witness: Witness, view: View) -> bool:
+        self.look(witness, view)
+        grows = view.generation > 2 or (view.generation == 2 and view.state == "Stopping") or self._replaced(witness)
+        if grows and not self.whens:
+            (self.bucket / "gate").touch()
+        return grows and not self.whens
+
+    @staticmethod
+    def _replaced(witness: Witness) -> bool:
+        """Returns whether a newcomer is in the second world: no later one follows."""
+        return any(seen.counters["generation"] == 2 for worker, seen in witness.seen.items() if worker not in ("w1", "w2"))
+
+
 @LONG
 def test_together_with_a_worker(tmp_path: Path, undisturbed: Any) -> None:
     """R6, R8: nobody is there to notice the death of the worker; the next coordinator finds it gone."""
 
-    class Both(Killer):
+    class Both(Patient):
         def __call__(self, witness: Witness, view: View) -> bool:
             if self.whens and self.whens[0](view) and "w2" in witness.seen:
                 witness.seen["w2"].process.kill()
@@ -365,17 +381,6 @@ def test_together_with_a_worker(tmp_path: Path, undisturbed: Any) -> None:
     assert worlds in ([2, 1, 2], [2, 2]), worlds
     assert chaos.witness.total("healed_bucket_bytes") == 0
     assert_nothing_left(chaos)
-
-
-class Patient(Killer):
-    """Opens the gate once all kills are done and a newcomer is about to be taken in, or has been."""
-
-    def __call__(self, witness: Witness, view: View) -> bool:
-        self.look(witness, view)
-        grows = view.generation > 2 or (view.generation == 2 and view.state == "Stopping")
-        if grows and not self.whens:
-            (self.bucket / "gate").touch()
-        return grows and not self.whens
 
 
 @LONG

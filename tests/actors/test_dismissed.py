@@ -64,7 +64,8 @@ def test_a_worker_that_the_run_has_given_up_leaves_by_itself(tmp_path: Path, mis
             return True
         return False
 
-    job = toy_job(tmp_path, name="given-up", steps=100_000, workers={"min": 1, "max": 2}, deadlines={"lease_s": 8, "grow_debounce_s": 0.5})
+    deadlines = {"lease_s": 20, "grow_debounce_s": 0.5}  # the driver gives a new coordinator two leases to answer, and machines are loaded
+    job = toy_job(tmp_path, name="given-up", steps=100_000, workers={"min": 1, "max": 2}, deadlines=deadlines)
     chaos = trial(job, act, hash_it=False)
     assert chaos.result.state == "Stopped"
     ended = chaos.witness.seen[mistaken[0]].ended

@@ -28,7 +28,7 @@ from elastic.report.metrics import Row
 from storage.errors import Exists, Missing
 from storage.objects import ObjectStore
 
-AXES = ("step", "time", "final")
+AXES = ("step", "time", "final", "validation_data")
 """Names in a row that say where it belongs.  All others are what is shown."""
 EVENT = "event"
 """The name of the sentence in the first row of a world that says why there is a new one.  All other values are numbers."""

@@ -20,6 +20,7 @@ import ray
 
 from actors import cluster
 from actors.coordinator import GRACE_S
+from actors.keeper import Keeper
 from actors.objects import UsersCode
 from actors.perform import Group
 from actors.processes import leave_nothing, log_folder, make_log_folder, remove_logs
@@ -290,6 +291,16 @@ def test_a_run_whose_keeper_is_lost_at_its_end_leaves_nothing(tmp_path: Path, lo
     ray.kill(desk)
     assert_nothing_left(RUN)
     assert not any(isinstance(event, str) for event in said), said
+
+
+def test_a_keeper_makes_the_folder_again_that_a_cleaner_has_removed() -> None:
+    """Otherwise no worker could begin there.  The control: at the first look it waits, since who ends the run removes it, too."""
+    one = Keeper.__new__(Keeper)
+    one.run = TOKEN
+    assert one._make_again(False) and not log_folder(TOKEN).exists(), "the control"
+    assert one._make_again(True) and log_folder(TOKEN).exists()
+    assert not one._make_again(True)
+    leave_nothing(TOKEN)
 
 
 @pytest.mark.parametrize("coordinator", [True, False])

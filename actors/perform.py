@@ -91,6 +91,8 @@ class Group:
         self.workers: dict[WorkerId, Any] = {}
         self.joined: dict[WorkerId, NodeId] = {}
         self.keepers: dict[NodeId, Any] = {}
+        self._kept: set[NodeId] = set()
+        """The nodes on which the run has or had a keeper, as far as this coordinator knows.  It may have left something there."""
         self._guests = defaultdict[NodeId, set[WorkerId]](set)
         """The workers of each node that have joined: ``joined`` the other way round."""
         self.orders = Orders(incarnation, self.workers, self.joined, self.keepers, job.deadlines.fence_s)
@@ -188,6 +190,7 @@ class Group:
         """Takes over the actors of an earlier coordinator; ``run`` says what is known of them.  New calls will notice when they die."""
         self.workers.update(left.workers)
         self.keepers.update(left.keepers)
+        self._kept |= {*left.keepers, *run.cluster.keepers, *run.copies.hosts, *(known.node for known in run.workers.values())}
         self._addresses = {node: host.address for node, host in run.copies.hosts.items() if host.address}
         for worker, known in run.workers.items():
             if worker in left.workers:
@@ -362,6 +365,7 @@ class Group:
             )
         )
         self.keepers[node] = actor
+        self._kept.add(node)
         self._await_keeper(node)
 
     def _await_keeper(self, node: NodeId) -> None:
@@ -458,7 +462,8 @@ class Group:
         wait_for_all([actor.lives.remote() for actor in unfollowed], time.monotonic() + grace_s)
         closing = {node: keeper.close.remote(self.incarnation) for node, keeper in list(self.keepers.items())}
         wait_for_all(list(closing.values()), until)
-        unclosed = set(cluster.nodes()) - {node for node, call in closing.items() if succeeded(call, unless=Deposed)}
+        closed = {node for node, call in closing.items() if succeeded(call, unless=Deposed)}
+        unclosed = ((self._kept | {cluster.here()}) & set(cluster.nodes())) - closed  # this one has the coordinator's journal
         kill_all([*self.workers.values(), *self.keepers.values()])
         wait_for_all(list(self._lives.copy()), max(until, time.monotonic() + grace_s / 2))
         if left := leave_nothing_on(sorted(unclosed), self.token, time.monotonic() + grace_s):

@@ -10,6 +10,7 @@ Weights of layers that multiply in fp8 are gathered in fp8, by FSDP2's extension
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -29,6 +30,7 @@ from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Reduction, Scheme
 from elastic.engine.world import World
+from elastic.errors import ModelError
 from elastic.models.spec import ShardingTable
 
 FSDP_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
@@ -41,6 +43,14 @@ CHANGED_VIEW = (
     "the weights of a block are not there in the backward pass: the model or the loss may change the output of a block, or of the model, "
     "in place (x += y); write x = x + y"
 )
+ABSENT = (
+    "parallel.zero = 3 needs every member to run each block in each microbatch, and {name} had no part in this one; "
+    "set parallel.zero = 2, or freeze what is never used"
+)
+TWICE = (
+    "{name} has two parts in one microbatch, so with parallel.zero = 3 its gradients have no fixed order; set parallel.zero = 2, or "
+    "reproducible = false"
+)
 
 
 class Split(Parameters):
@@ -52,6 +62,8 @@ class Split(Parameters):
         self.parts = {name: _local(parameter).detach() for name, parameter in self._parameters.items()}
         self.trained = frozenset(name for name, parameter in self._parameters.items() if parameter.requires_grad)
         self.copies = [*fp8.parts.values()] if fp8 is not None else []
+        self._model, self._seen = model, 0
+        self._reduces = {name: reduce for name, module in _wrapped(model).items() if (reduce := _reduce_of(module)) is not None}
 
     def begin_round(self, number: int, *, last: bool) -> None:
         self.scheme.round.number, self.scheme.round.last = number, last
@@ -59,12 +71,29 @@ class Split(Parameters):
             self.forget_grads()
         if self._fp8 is not None and number == 0:
             self._fp8.cast(self.parts)
+        self._seen = len(_ran(self._model))
+        for each in self._reduces.values():
+            each.summed = False
 
     def end_forward(self) -> None:
-        """FSDP2 has gathered everything in the forward pass."""
+        """FSDP2 has gathered everything in the forward pass.
+
+        Members gather and sum module by module.  If one of them leaves a module out, it takes another module's for it; and an ordered sum
+        takes one gradient of each module in a microbatch.  So a pass with gradients raises :class:`ModelError` if a module did not run, or
+        ran twice.
+        """
+        ran = Counter(id(group) for group in _ran(self._model)[self._seen :])
+        self._seen += ran.total()
+        for name, each in self._reduces.items() if torch.is_grad_enabled() else ():
+            if not ran[id(each.group)]:
+                raise ModelError(ABSENT.format(name=name or "the model itself"))
+            if ran[id(each.group)] > 1 and self.scheme.keeps_sums:
+                raise ModelError(TWICE.format(name=name or "the model itself"))
 
     def end_round(self) -> None:
-        """FSDP2 has summed everything in the backward pass."""
+        """FSDP2 has summed everything in the backward pass.  Raises :class:`ModelError` if a module had no part in that."""
+        if absent := [name for name, each in self._reduces.items() if not each.summed]:
+            raise ModelError(ABSENT.format(name=absent[0] or "the model itself"))
 
     def grads(self) -> dict[str, Tensor]:
         found = {}
@@ -140,7 +169,7 @@ def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: 
     warnings.filterwarnings("ignore", VIEW_WARNING, UserWarning, FSDP_STATE)
     for each in (*(model.get_submodule(name) for name in table.blocks), model):
         fully_shard(each, mesh=world.shard_mesh, mp_policy=_policy(each, precision))
-    for module in _wrapped(model):
+    for module in _wrapped(model).values():
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
@@ -164,18 +193,59 @@ def _policy(module: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
 
 def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
     """Lets ``scheme`` sum the gradients of every wrapped module."""
-    for module in _wrapped(model):
+    for module in _wrapped(model).values():
         reduction = scheme.reduction(precision.wire)
-        module.set_custom_reduce_scatter(_Reduce(reduction))  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
+        module.set_custom_reduce_scatter(_Reduce(reduction, _group(module)))  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
+        _fill(_group(module))
         if reduction.across_replicas is not None:
             module.set_all_reduce_hook(reduction.across_replicas)
 
 
-class _Reduce:
-    """The reduce-scatter that FSDP2 calls."""
+def _group(module: FSDPModule) -> Any:
+    """Returns what FSDP2 gathers and sums together: the parameters of ``module`` that are in no wrapped module below; None without any."""
+    return module._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
 
-    def __init__(self, reduction: Reduction) -> None:
-        self.reduction = reduction
+
+def _ran(model: nn.Module) -> list[Any]:
+    """Returns the groups whose modules have run since the last backward pass, in order, each as often as it ran."""
+    return getattr(model._get_fsdp_state()._comm_ctx, "post_forward_order", [])  # type: ignore[operator]  # made by the first pass
+
+
+def _reduce_of(module: FSDPModule) -> _Reduce | None:
+    """Returns the sum of ``module``, if it has parameters of its own that are trained."""
+    group = _group(module)
+    trained = group is not None and any(each.sharded_param.requires_grad for each in group.fsdp_params)
+    return group._reduce_scatter_comm if trained and isinstance(group._reduce_scatter_comm, _Reduce) else None
+
+
+def _fill(group: Any) -> None:
+    """Lets a parameter without a gradient have zeros, where its module took part in a microbatch.
+
+    FSDP2 sums what has a gradient.  Where members' microbatches use different parameters, they would add unlike things.  Torch 2.13 can do
+    this itself (``set_reduce_scatter_unused_params``), 2.11 cannot.
+    """
+    if group is None:
+        return
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.is_unsharded:
+            for each in group.fsdp_params:
+                parameter = each.unsharded_param
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        original(*unused)
+
+    group.post_backward = post_backward
+
+
+class _Reduce:
+    """The reduce-scatter that FSDP2 calls for the parameters of ``group``."""
+
+    def __init__(self, reduction: Reduction, group: Any) -> None:
+        self.reduction, self.group = reduction, group
+        self.summed = False
+        """True if it was called in the present microbatch."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -183,6 +253,7 @@ class _Reduce:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool = False
     ) -> None:
+        self.summed = True
         if (total := self.reduction.reduce(input_tensor)) is not None:
             output_tensor.copy_(total)
 
@@ -212,5 +283,5 @@ def gathered(block: nn.Module) -> Iterator[None]:
     block.reshard()
 
 
-def _wrapped(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+def _wrapped(model: nn.Module) -> dict[str, FSDPModule]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}

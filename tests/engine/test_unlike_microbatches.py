@@ -1,0 +1,125 @@
+"""Microbatches that use different parameters: stage 3 sums like with like, or says that it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic.engine.axes import split
+from elastic.engine.loss import next_token
+from elastic.engine.world import World
+from elastic.errors import ModelError, WorldBroken
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from tests.support.ranks import Ranks
+from tests.support.segments import member, train
+from tests.support.toys import Sums, toy_job
+
+HERE = __name__
+
+
+class Either(nn.Module):
+    """Two layers; a microbatch may use one of them, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return x + torch.tanh((self.odd if which else self.even)(x))
+
+
+class Branches(nn.Module):
+    """The first token chooses a layer of a ``block`` or of the ``rest``, or to ``skip`` a block.  ``twice`` runs a block twice."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.embedding = kind, nn.Embedding(257, 16)
+        self.layers = nn.ModuleList(Either() for _ in range(2))
+        self.rest, self.head = Either(), nn.Linear(16, 257)
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        which = int(tokens[0, 0]) % 2
+        x = self.layers[0](self.embedding(tokens), which if self.kind == "block" else 0)
+        if self.kind != "skip" or which:
+            x = self.layers[1](x, 0)
+        if self.kind == "twice":
+            x = self.layers[1](x, 1)
+        return self.head(self.rest(x, which if self.kind == "rest" else 0))  # type: ignore[no-any-return]
+
+
+def job(bucket: Path, kind: str, **changes: Any) -> Job:
+    return toy_job(bucket, model=f"{HERE}:Branches", model_args={"kind": kind}, **changes)
+
+
+def norms(world: World, job: Job, filled: bool) -> tuple[float, float]:
+    """Returns the norm of a step, and that of plain torch on one process with all samples.  It needs the whole weights: 1×1."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not filled:
+            patch.setattr(split, "_fill", lambda group: None)
+        with member(world, job, Version(0, 0)) as me:
+            plain = Branches(**job.model_args)
+            if whole := world.size == 1:
+                with torch.no_grad():
+                    for name, parameter in plain.named_parameters():
+                        parameter.copy_(me.state.shard.values["parameter", name])
+            outcome = me.step()
+    terms = 0
+    for ids in outcome.samples if whole else ():
+        loss, count = next_token(plain, Sums().read(ids))
+        loss.backward()  # type: ignore[no-untyped-call]
+        terms += int(count)
+    squares = (float((each.grad.double() / terms).square().sum()) for each in plain.parameters() if each.grad is not None)
+    return outcome.norm, sum(squares) ** 0.5
+
+
+def said(world: World, job: Job) -> str:
+    """Returns what a member says that finds the fault; "" of one that waits for it in vain."""
+    with member(world, job, Version(0, 0)) as me:
+        try:
+            while True:
+                me.step()
+        except ModelError as error:
+            world.abort()
+            return str(error)
+        except (RuntimeError, WorldBroken):
+            return ""
+
+
+@pytest.mark.parametrize("kind", ["block", "rest"])
+def test_unlike_microbatches_have_the_gradients_of_plain_torch(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """C3: with every stage, also where sums have no fixed order.  The control: FSDP2 by itself adds one layer's gradients to another's."""
+    whole, judge = ranks.run(Layout(1, 1), norms, job(tmp_path / "0", kind), True)[0]
+    assert whole == pytest.approx(judge, rel=1e-5)
+    for number, changes in enumerate(({"reproducible": True}, {"reproducible": False})):
+        stage_3 = job(tmp_path / f"3-{number}", kind, parallel={"dp_shard": 2, "zero": 3}, **changes)
+        for norm, _ in ranks.run(Layout(1, 2), norms, stage_3, True):
+            assert norm == pytest.approx(judge, rel=1e-5)
+        for norm, _ in ranks.run(Layout(1, 2), norms, stage_3, False):
+            assert norm != pytest.approx(judge, rel=1e-3)
+
+
+def test_unlike_microbatches_have_the_same_bits_in_every_layout_and_stage(ranks: Ranks, tmp_path: Path) -> None:
+    one = train(ranks, job(tmp_path / "1", "block"), Layout(1, 1), 3)
+    for zero in (1, 2, 3):
+        other = train(ranks, job(tmp_path / f"2-{zero}", "block", parallel={"dp_shard": 2, "zero": zero}), Layout(1, 2), 3)
+        assert other.hash == one.hash, zero
+
+
+@pytest.mark.parametrize(("kind", "begins"), [("twice", "layers.1 has two parts"), ("skip", "parallel.zero = 3 needs every member to run")])
+def test_a_block_that_runs_twice_or_not_at_all_ends_a_step_of_stage_3(ranks: Ranks, tmp_path: Path, kind: str, begins: str) -> None:
+    """The control: stage 2 has the bits of one worker."""
+    stage_3 = job(tmp_path / "3", kind, parallel={"dp_shard": 2, "zero": 3})
+    found = [sentence for sentence in ranks.run(Layout(1, 2), said, stage_3) if sentence]
+    assert found and all(sentence.startswith(begins) and "set parallel.zero = 2" in sentence for sentence in found)
+    one = train(ranks, job(tmp_path / "1", kind), Layout(1, 1), 2)
+    assert train(ranks, job(tmp_path / "2", kind, parallel={"dp_shard": 2, "zero": 2}), Layout(1, 2), 2).hash == one.hash

@@ -274,14 +274,20 @@ class Member:
     def renewed(self, generation: int, asked_at: float, granted: bool, recorded_step: int) -> None:
         """Takes the answer to this member's question, asked at ``asked_at``, for the lease on ``generation``.
 
-        The coordinator had every commit up to ``recorded_step`` in its journal while it was at ``generation``; that says nothing of later
-        generations.  The newest commit is kept anyway, because the journal that the next coordinator reads may end earlier.
+        The coordinator had every commit up to ``recorded_step`` in its journal while it was at ``generation``.
         """
         self.heard(asked_at)
-        while len(self.outcomes) > 1 and self.outcomes[0].step <= recorded_step and self.outcomes[0].generation <= generation:
-            self.outcomes.popleft()
+        self.recorded(generation, recorded_step)
         if granted and generation == self.generation and self.went:
             self.lease_until = max(self.lease_until, asked_at + self.lease_s)
+
+    def recorded(self, generation: int, step: int) -> None:
+        """Drops the commits up to ``step``, of ``generation`` or an older one: they are recorded elsewhere, or nobody will ask for them.
+
+        The newest commit is kept anyway, because the journal that the next coordinator reads may end earlier.
+        """
+        while len(self.outcomes) > 1 and self.outcomes[0].step <= step and self.outcomes[0].generation <= generation:
+            self.outcomes.popleft()
 
     def forsaken(self, now: float) -> bool:
         """Returns whether no coordinator has answered for two leases; then the process is useless and ends itself."""

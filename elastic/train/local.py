@@ -196,6 +196,8 @@ class _Local:
 
         def done(outcome: Outcome, metrics: Metrics) -> None:
             step = self.step = outcome.step
+            with self.apply_fence as member:
+                member.recorded(outcome.generation, step)  # no coordinator will ask for them
             self._committed(outcome, state.arithmetic.of(outcome), metrics)
             if due(step, job.checkpoint.save_every, job.steps) or self.skips.failed:
                 self._validated(state, step)  # it belongs to the metrics of this step, which are stored with the save

@@ -9,6 +9,10 @@ live on the host, they are gathered there, and visit the device (``visits.py``).
 When the gradients of a unit (a bucket of blocks, or the rest of the model) are complete in a backward pass, they are put together and
 summed, while the backward pass goes on.  Units are summed in a fixed order, so that all members call their collectives in the same one even
 if some do not use some parameters.  A hook costs the host 2 µs, so not every parameter has one, only those that came last so far.
+
+Within one backward pass torch brings the gradient of a parameter once.  A backward pass within the backward pass, as that of torch's
+checkpoint with ``use_reentrant=True``, brings its own part, and nobody can know whether another one follows.  Waiting for the end of the
+round would cost all others their overlap; so a part that comes after the sum is an error, and a parameter that comes once is none.
 """
 
 from __future__ import annotations
@@ -33,8 +37,15 @@ from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Reduction, Scheme
 from elastic.engine.world import World
+from elastic.errors import ModelError
 from elastic.models.spec import ShardingTable
 from elastic.plan.axes import chunk
+
+TWICE = (
+    "a gradient of {!r} came in two parts, the second one after the first was summed: the model uses it more than once, and a backward "
+    "pass runs within another one, as that of torch's checkpoint with use_reentrant=True does, or within the forward pass; give the "
+    "checkpoint use_reentrant=False, or leave it out and set recompute = 'block'"
+)
 
 
 @dataclass
@@ -227,6 +238,9 @@ class Whole(Parameters):
             self._sum(self._units[self._next], came)
 
     def end_round(self) -> None:
+        for unit in self._units[: self._next]:
+            if late := [name for name, parameter in zip(unit.names, unit.computing, strict=True) if parameter.grad is not None]:
+                raise ModelError(TWICE.format(late[0]))
         for unit in self._units[self._next :]:
             came = ((parameter, parameter.grad) for parameter in unit.computing)
             self._sum(unit, [grad if grad is not None else torch.zeros_like(parameter) for parameter, grad in came])

@@ -118,10 +118,19 @@ def said(world: World, job: Job) -> str:
     return ""
 
 
-def test_every_member_says_so_and_the_remedy_gives_the_bits_of_one_worker(ranks: Ranks, tmp_path: Path) -> None:
-    """The members share gradients, gather weights, or have all of them."""
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    [
+        (Layout(1, 2), 2),
+        pytest.param(Layout(1, 2), 1, marks=pytest.mark.full),
+        pytest.param(Layout(2, 1), "auto", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_every_member_says_so_and_the_remedy_gives_the_bits_of_one_worker(
+    ranks: Ranks, tmp_path: Path, layout: Layout, zero: int | str
+) -> None:
     one = train(ranks, job(tmp_path / "one", False), Layout(1, 1), 2)
-    for number, (layout, zero) in enumerate([(Layout(1, 2), 1), (Layout(1, 2), 2), (Layout(2, 1), "auto")]):
-        nested = job(tmp_path / f"{number}", True, parallel={"zero": zero})
-        assert all(sentence.startswith("a gradient of 'layers.1.") for sentence in ranks.run(layout, said, nested))
-        assert train(ranks, job(tmp_path / f"{number} mended", False, parallel={"zero": zero}), layout, 2).hash == one.hash
+    nested, mended = (job(tmp_path / f"{reentrant}", reentrant, parallel={"zero": zero}) for reentrant in (True, False))
+    assert all(sentence.startswith("a gradient of 'layers.1.") for sentence in ranks.run(layout, said, nested))
+    assert train(ranks, mended, layout, 2).hash == one.hash

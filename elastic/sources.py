@@ -13,6 +13,7 @@ The second one is compared only within one version of Python, because each versi
 from __future__ import annotations
 
 import ast
+import csv
 import functools
 import hashlib
 import platform
@@ -114,29 +115,30 @@ def _users(name: str) -> ModuleSpec | None:
     if top in PACKAGES or top in sys.stdlib_module_names:
         return None
     spec = _spec_of(top)
-    if spec is not None and spec.origin is not None and _is_users(spec) and top in _distributed(_folder_of(spec)):
-        return None
     for part in (f"{top}.{rest[:end]}" for end in _ends(rest)):
         if spec is None or not spec.submodule_search_locations or not _is_users(spec):
             return None
         spec = _within(part, spec.submodule_search_locations)
-    return spec if spec is not None and _is_users(spec) else None
+    return spec if spec is not None and _is_users(spec) and not _is_distributed(spec) else None
 
 
-def _folder_of(spec: ModuleSpec) -> str:
-    """Returns the folder that a module at the top was found in."""
-    file = Path(str(spec.origin))
-    return str(file.parent.parent if spec.submodule_search_locations is not None else file.parent)
+def _is_distributed(spec: ModuleSpec) -> bool:
+    """Returns whether an installer put the file of a module where it is, as ``pip install --target`` does into a folder of any name."""
+    if spec.origin is None:
+        return False
+    file = Path(spec.origin)
+    folder = file.parents[spec.name.count(".") + (spec.submodule_search_locations is not None)]
+    return file.relative_to(folder).as_posix() in _distributed(str(folder))
 
 
 @functools.lru_cache
 def _distributed(folder: str) -> frozenset[str]:
-    """Returns the names that installers put into a folder, as ``pip install --target`` does into one of any name.
+    """Returns the paths of the files that installers put into a folder.  The files of the user may be beside them, in the same package.
 
     What an installer puts somewhere has a list of its files, which a project that is worked on (``*.egg-info``) has not.
     """
-    files = (file for each in distributions(path=[folder]) if each.read_text("RECORD") for file in each.files or ())
-    return frozenset(file.parts[0].removesuffix(".py") for file in files)
+    lists = filter(None, (each.read_text("RECORD") for each in distributions(path=[folder])))
+    return frozenset(row[0] for text in lists for row in csv.reader(text.splitlines()) if row)
 
 
 def _within(name: str, places: Iterable[str]) -> ModuleSpec | None:

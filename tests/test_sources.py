@@ -182,6 +182,26 @@ def test_l10_what_an_installer_put_into_any_folder_is_no_code_of_the_user(code: 
     sources._distributed.cache_clear()
 
 
+def test_l10_a_file_of_the_user_is_theirs_whatever_an_installer_put_beside_it(code: Path) -> None:
+    """L10: wheels bring folders such as ``tests``.  Only the files that are listed are the installer's, and what only they import.
+
+    The control: with the user's file on the list, it is no code of the user.
+    """
+    info = code / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: other\nVersion: 1.0\n")
+    (info / "RECORD").write_text('mine/__init__.py,,\nmine/samples.py,sha256=x,12\n"mine/a,b.txt",,\nother-1.0.dist-info/RECORD,,\n')
+    sources._distributed.cache_clear()
+    assert set(sources_of(NAMED).files) == {"mine/model.py", "mine/layers.py", "mine_loss.py"}
+    (code / "mine/__init__.py").unlink()
+    assert set(sources_of(NAMED).files) == {"mine/model.py", "mine/layers.py", "mine_loss.py"}, "also in a package without __init__.py"
+    with (info / "RECORD").open("a") as record:
+        record.write("mine/model.py,,\nmine_loss.py,,\n")
+    sources._distributed.cache_clear()
+    assert sources_of(NAMED).files == {}
+    sources._distributed.cache_clear()
+
+
 def test_l10_a_package_that_imports_by_computed_names_counts_whole(code: Path) -> None:
     """L10: nobody can read from ``import_module(name)`` which files it takes."""
     edit(code / "mine/model.py", "from torch import nn", "from importlib import import_module\nfrom torch import nn")

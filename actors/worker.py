@@ -89,7 +89,7 @@ class Worker:
         from elastic.train.loop import Trainer
         from elastic.train.machine import compilers
         from elastic.train.machine.device import fitting_shard, fitting_whole, states_fitting
-        from elastic.train.model import build_model, tensors_of
+        from elastic.train.model import build_model, in_its_stage, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
         from elastic.train.warmup import choose_recompute
         from storage.objects import ObjectStore
@@ -98,10 +98,11 @@ class Worker:
             self.job = self.code.restore(self.job)
             device = prepare_process(self.job, ray.util.get_node_ip_address())
             session = make_session(self.job, self.counters)
-            tensors = tensors_of(build_model(self.job, session.builder), session.rule)
+            model = build_model(self.job, session.builder)
+            session.job, tensors = in_its_stage(self.job, model), tensors_of(model, session.rule)
             classes = classes_of(tensors)
             session.secret = self.secret
-            least, states = fitting_shard(self.job, tensors, device), states_fitting(self.job, tensors)
+            least, states = fitting_shard(session.job, tensors, device), states_fitting(self.job, tensors)
             shared = ceil(cluster.workers_here(self.job.workers) / states)
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least, shared)
             build = replace(build_of(session), host=cluster.host())

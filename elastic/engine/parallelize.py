@@ -137,6 +137,21 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() == 2 and name.startswith(blocks))
 
 
+def shared_across(model: nn.Module) -> tuple[str, str] | None:
+    """Returns two names of one parameter that is in two blocks, or in one and in the rest of the model; None if there is none.
+
+    FSDP2 gathers and frees the parameters of a block for that block alone, so such a model cannot be wrapped in stage 3 of ZeRO.
+    """
+    blocks, found = frozenset(sharding_table(model).blocks), dict[int, tuple[str, str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parts = name.split(".")
+        unit = next((unit for end in range(1, len(parts)) if (unit := ".".join(parts[:end])) in blocks), "")
+        first_unit, first = found.setdefault(id(parameter), (unit, name))
+        if unit != first_unit:
+            return first, name
+    return None
+
+
 def _aliases(model: nn.Module) -> list[list[tuple[str, str]]]:
     """Returns the groups of (module, attribute) that are one tied parameter, or one buffer."""
     owners: dict[int, list[tuple[str, str]]] = {}

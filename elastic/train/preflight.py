@@ -23,7 +23,7 @@ from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.kept import reader_of_fp8
 from elastic.engine.optim.trial import check_rule
 from elastic.engine.paged import RESIDENT
-from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table
+from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError
 from elastic.ids import Version
@@ -93,6 +93,8 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     """
     model = build_model(job, builder_of(job))
     _check_again(job, model)
+    if not local:
+        _check_shared(job, model)
     tried = job.replace(microbatch=1) if job.microbatch == "auto" else job
     with TemporaryDirectory() as folder:
         session = make_session(tried, Counters(Path(folder) / "counters", create=True), prefetch=0)
@@ -194,6 +196,15 @@ def _check_again(job: Job, model: nn.Module) -> None:
         raise ModelError(
             f"model = {job.model!r} builds another model at each call: the parameter {name!r} is {came[0]}, and then {came[1]}; every "
             f"worker builds it by itself, so let it depend on model_args alone"
+        )
+
+
+def _check_shared(job: Job, model: nn.Module) -> None:
+    """Raises :class:`ModelError` if the job gathers weights block by block, and the model has one that is not of one block."""
+    if job.parallel.zero == 3 and any(layout.dp_shard > 1 for layout in job.layouts()) and (names := shared_across(model)):
+        raise ModelError(
+            f"parallel.zero = 3: {names[0]!r} and {names[1]!r} of {job.model!r} are one weight, and stage 3 gathers and frees the weights of "
+            f"each block by itself; set parallel.zero = 2, which gathers each weight once a step"
         )
 
 

@@ -1,0 +1,113 @@
+"""A weight that blocks share: stages 0 to 2 of ZeRO train it, stage 3 is refused before any worker starts, and ``auto`` takes stage 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from actors.launch import launch
+from elastic.errors import ModelError
+from elastic.job import Job
+from elastic.plan.layout import Layout
+from elastic.train.model import build_model, builder_of, in_its_stage
+from elastic.train.preflight import preflight
+from tests.support.chaos import exported_hash
+from tests.support.ranks import Ranks
+from tests.support.segments import train
+from tests.support.toys import toy_job
+
+SHARED = {
+    "weight": ("layers.0.even.weight", "layers.2.even.weight"),
+    "module": ("layers.0.norm.weight", "layers.2.norm.weight"),
+    "block": ("layers.0.even.weight", "layers.2.even.weight"),
+    "rest": ("layers.1.even.weight", "last.weight"),
+}
+"""The two names of the first parameter that is not of one block, by what blocks share."""
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.even, self.norm = nn.Linear(dim, dim, bias=False), nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.even(self.norm(x).tanh())
+
+
+class Sharing(nn.Module):
+    """A model whose head and embedding are tied, as is allowed, and that shares more by ``kind``."""
+
+    def __init__(self, kind: str = "", dim: int = 16) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(29, dim), nn.ModuleList(Block(dim) for _ in range(3))
+        self.last, self.head = nn.Linear(dim, dim, bias=False), nn.Linear(dim, 29)
+        self.head.weight = self.embed.weight
+        match kind:
+            case "weight":
+                self.layers[2].even.weight = self.layers[0].even.weight
+            case "module":
+                self.layers[2].norm = self.layers[0].norm
+            case "block":
+                self.layers[2] = self.layers[0]
+            case "rest":
+                self.last.weight = self.layers[1].even.weight
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.last(x))
+
+
+def sharing(folder: Path, kind: str, zero: int | str = "auto", **changes: Any) -> Job:
+    changes = {"parallel": {"zero": zero}, "workers": {"max": 2}, **changes}
+    return toy_job(folder, model=f"{__name__}:Sharing", model_args={"kind": kind}, **changes)
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_stage_3_is_refused_with_both_names_of_the_weight(tmp_path: Path, kind: str) -> None:
+    """The controls: the other stages, and one worker, can train it; a weight that is shared within the rest of the model is no problem."""
+    with pytest.raises(ModelError) as refused:
+        preflight(sharing(tmp_path, kind, 3))
+    said = str(refused.value)
+    assert all(repr(name) in said for name in SHARED[kind]) and said.startswith("parallel.zero = 3: ") and "parallel.zero = 2" in said
+    for zero in (0, 1, 2, "auto"):
+        preflight(sharing(tmp_path, kind, zero))
+    preflight(sharing(tmp_path, kind, 3, workers={"max": 1}))
+    preflight(sharing(tmp_path, kind, 3), local=True)
+    preflight(sharing(tmp_path, "", 3))
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_auto_stands_for_a_stage_that_trains_it(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """All layouts have the bits of one worker.  The control: stage 3 ends in an error of torch, and without sharing ``auto`` stays."""
+    one = train(ranks, sharing(tmp_path / "one", kind), Layout(1, 1), 2)
+    job = sharing(tmp_path / "auto", kind)
+    chosen = in_its_stage(job, build_model(job, builder_of(job)))
+    assert chosen.parallel.zero == 2
+    for layout in (Layout(1, 2), Layout(2, 1), Layout(2, 2)) if kind == "weight" else (Layout(1, 2),):
+        found = train(ranks, chosen.replace(bucket=str(tmp_path / str(layout))), layout, 2)
+        assert found.hash == one.hash, layout
+    plain = sharing(tmp_path, "")
+    assert in_its_stage(plain, build_model(plain, builder_of(plain))) is plain
+    with pytest.raises(AssertionError, match=r"FSDP group|module once|Invariant"):
+        train(ranks, sharing(tmp_path / "split", kind, 3), Layout(1, 2), 2)
+
+
+def test_a_run_whose_workers_share_the_state_trains_it(tmp_path: Path) -> None:
+    settings = {"steps": 2, "checkpoint": {"save_every": 2}}
+    shared = {"workers": {"min": 2, "max": 2}, "parallel": {"dp_shard": 2}}
+    found = []
+    for name, local, changes in (("one", True, {}), ("two", False, shared)):
+        job = sharing(tmp_path / name, "weight", **settings, **changes)
+        result = launch(job, local=local)
+        assert result.state == "Finished", result
+        found.append(exported_hash(job))
+    assert found[0] == found[1]

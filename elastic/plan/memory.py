@@ -3,21 +3,59 @@
 Per parameter, a member of a world with S shards holds 1/S of the weights, of their moments, and of the sum of the gradients in float32;
 with deferred sums, all of that sum.  It also holds the copy of the weights with which it computes: with one shard if that has another
 dtype, and with more unless they are gathered block by block (stage 3 of ZeRO).  Where these copies live on the host, only those of two
-blocks, and of what is in no block, count.  What comes and goes in a step, such as activations, does not depend on the layout; a worker
-measures it before it joins.  While a world forms, a member holds its old part beside the new one, and no gradients; the old part is not
-larger than that at the smallest degree.
+blocks, and of what is in no block, count.  What comes and goes in a step, such as activations, does not depend on the number of shards, if
+there are several; a worker measures it before it joins, and an estimate adds what stage 3 gathers.  While a world forms, a member holds its
+old part beside the new one, and no gradients; the old part is not larger than that at the smallest degree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 USABLE = 0.92
 """Part of a device's memory that is planned with.  The rest is for what nobody counts: contexts, communication, fragments."""
 
 COPIED = 0.8
 """Part of a node's memory that copies and saves are planned with.  The rest is for processes, and whatever else runs there."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes of the parameters that FSDP2 gathers at once: those of a block, or of the rest of the model."""
+
+    weights: int
+    """The weights as they are gathered."""
+    grads: int
+    """Their gradients, as a backward pass computes them."""
+    sent: int
+    """The buffers through which these are summed over the members."""
+
+
+@dataclass(frozen=True)
+class Passing:
+    """Bytes that come and go in a step because weights are gathered unit by unit (stage 3 of ZeRO)."""
+
+    beside: int
+    """The most of them while activations are there."""
+    after: int
+    """The most of them at the end of a backward pass, when there are none."""
+
+
+NOTHING = Passing(0, 0)
+
+
+def passing_of(blocks: Sequence[Unit], rest: Unit, head: int) -> Passing:
+    """Returns what comes and goes in a world of several shards.  ``head`` is the gradient of the largest parameter of the rest.
+
+    FSDP2 keeps the rest of the model gathered from the forward pass to the end of the backward pass, which computes the gradient of the
+    head first.  A block is gathered while the one before it runs, so there are two.  The gradients of one are summed meanwhile; those of
+    the rest are last.
+    """
+    most = max((one.weights + next_one.weights for one, next_one in pairwise([*blocks, Unit(0, 0, 0)])), default=0)
+    summed = max((block.grads + block.sent for block in blocks), default=0)
+    return Passing(rest.weights + head + most + summed, rest.grads + rest.sent)
 
 
 @dataclass(frozen=True)
@@ -41,12 +79,17 @@ class Need:
     """Buffers through which the state comes and goes at an update if it lives in host memory; 0 if it lives on the device."""
     hosted: int = 0
     """Copies of the weights in host memory, of which those that a block computes with come to the device."""
+    passing: Passing = NOTHING
+    """What comes and goes beside what is ``transient``, in worlds with more shards.  A worker that has measured leaves it out: it is in
+    what it measured."""
 
     def of_a_member(self, shards: int) -> int:
         """Returns the bytes of a member in worlds with ``shards`` or more shards."""
         stays = shards == 1 or self.streamed  # a whole state stays where it is
         forming = 0 if stays else 2 * -(-self.state // shards) + self.gathered
-        return max(self.held(shards) + max(self.transient, -(-self.streamed // shards)), forming)
+        passing = self.passing if shards > 1 else NOTHING
+        comes = max(self.transient + passing.beside, passing.after, -(-self.streamed // shards))
+        return max(self.held(shards) + comes, forming)
 
     def held(self, shards: int) -> int:
         """Returns the bytes that a member holds at the end of a backward pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,10 +15,19 @@ from elastic.engine.kept import kept_bytes
 from elastic.engine.optim.base import rule_of
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
-from elastic.plan.memory import first_roomy, least_shard
+from elastic.plan.memory import NOTHING, Need, first_roomy, least_shard
 from elastic.train.inventory import off_device
-from elastic.train.machine.device import least_whole, memory_of, most_shards, need_of, policies_of
-from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, tensors_of
+from elastic.train.machine.device import (
+    all_policies,
+    gathers_of,
+    least_whole,
+    memory_of,
+    most_shards,
+    must_name_policy,
+    need_of,
+    policies_of,
+)
+from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, in_its_stage, tensors_of
 from elastic.train.session import lengths_of, loss_of, opened
 from storage.slices import Tensor
 
@@ -85,10 +95,12 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
     if not memory:
         yield "how many workers must share it depends on the memory of their devices; name that, say --workers.device-gb 80"
     else:
-        by_policy = by_policy or {"none": least_shard(need_of(job, tensors), memory, most_shards(job))}
+        by_policy = by_policy or {"none": least_shard(foreseen(job, tensors), memory, most_shards(job))}
         policy = first_roomy([*by_policy], by_policy.__getitem__, job.workers.min, most_shards(job))
         if not (least := by_policy[policy]):
-            yield f"it does not fit: {job.workers.max} workers with {gigabytes(memory)} each are too few"
+            way_out = fitting_policy(job, tensors) if tried else ""
+            few = f"{job.workers.max} workers with {gigabytes(memory)} each are too few"
+            yield f"it does not fit with recompute = {policy!r}: {few}; {way_out}" if way_out else f"it does not fit: {few}"
             return
         yield f"recompute = {policy!r}: {least} or more workers with {gigabytes(memory)} each can train"
     layouts = job.layouts(least)
@@ -101,6 +113,12 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
     held = ", ".join(f"{gigabytes(size)} of {name}" for name, size in found.items() if size)
     whose = f"if {shards} of {layouts[-1].world} workers share the state, each"
     yield f"{whose} holds {held}; {gigabytes(_on_device(job, found))} on its device"
+    passing = foreseen(job, tensors).passing if shards > 1 and not whole else NOTHING
+    if passing != NOTHING:
+        yield (
+            f"blocks are gathered one after the other: {gigabytes(passing.beside)} of weights and gradients come and go beside a "
+            f"microbatch, and {gigabytes(passing.after)} at the end of its backward pass"
+        )
     rule = job.rules()
     parts = [bytes_of(tensors) / layout.dp_shard for layout in layouts]
     yield explained(parts[-1], max(parts), rule.copy_every, rule.buddy_every, offload=job.offloads, folder=job.offload_folder)
@@ -111,11 +129,50 @@ def by_recompute(job: Job, tensors: Sequence[Tensor]) -> list[Tried]:
 
     Raises what opening the data raises, and what model or loss raise: they run with tensors that have no values.
     """
-    memory, need, most, found = memory_of(job, torch.device("cpu")), need_of(job, tensors), most_shards(job), list[Tried]()
-    for policy, transient in transients(job, policies_of(job) if job.recompute == "auto" else (job.recompute,)).items():
+    return _tried(job, tensors, policies_of(job) if job.recompute == "auto" else (job.recompute,))
+
+
+def _tried(job: Job, tensors: Sequence[Tensor], policies: Sequence[Policy]) -> list[Tried]:
+    memory, need, most, found = memory_of(job, torch.device("cpu")), foreseen(job, tensors), most_shards(job), list[Tried]()
+    for policy, transient in transients(job, policies).items():
         least = least_shard(replace(need, transient=transient), memory, most) if memory else 0
         found.append(Tried(str(policy), transient, least))
     return found
+
+
+def foreseen(job: Job, tensors: Sequence[Tensor]) -> Need:
+    """Returns what training needs beside activations, as long as no worker has measured anything."""
+    job = in_its_stage(job, build_model(job, builder_of(job)))
+    return replace(need_of(job, tensors), passing=gathers_of(job, tensors))
+
+
+def fitting_policy(job: Job, tensors: Sequence[Tensor]) -> str:
+    """Returns words that name a setting of ``recompute`` with which a job fits that does not fit with its own; "" if there is none.
+
+    Raises as :func:`by_recompute`.
+    """
+    own = policies_of(job) if job.recompute == "auto" else (job.recompute,)
+    others = [policy for policy in all_policies(job) if policy not in own]
+    by_policy = {each.policy: each.least for each in _tried(job, tensors, others)} if others else {}
+    policy = first_roomy([*by_policy], by_policy.__getitem__, job.workers.min, most_shards(job)) if by_policy else ""
+    if not by_policy.get(policy):
+        return ""
+    why = "; a compiled reproducible job must name it" if must_name_policy(job) and job.recompute == "auto" else ""
+    return f"with recompute = {policy!r} it fits from {by_policy[policy]} workers on{why}"
+
+
+def unnamed_policy(job: Job, tensors: Sequence[Tensor]) -> str:
+    """Returns a sentence about a job that does not fit because it must name its ``recompute``, and does not; "" for any other one.
+
+    It is a guess before a worker has measured anything.  A model or a loss that does not run without values says nothing about memory.
+    """
+    memory = memory_of(job, torch.device("cpu"))
+    if not memory or job.recompute != "auto" or not must_name_policy(job):
+        return ""
+    with suppress(Exception):  # of the user's code
+        if not any(each.least for each in by_recompute(job, tensors)) and (way_out := fitting_policy(job, tensors)):
+            return f"recompute = 'auto' keeps everything here, and {gigabytes(memory)} for each worker seem too few; {way_out}"
+    return ""
 
 
 def transients(job: Job, policies: Sequence[Policy]) -> dict[Policy, int]:

@@ -17,8 +17,8 @@ from elastic.job import ROUNDS, Job
 from elastic.plan.copy_budget import amount
 from elastic.plan.memory import USABLE, Need, enough, roomy
 from elastic.runs.run import Run
-from elastic.train.estimate import Policy, tensors_of_job, transients
-from elastic.train.machine.device import most_shards, need_of, policies_of
+from elastic.train.estimate import Policy, foreseen, tensors_of_job, transients
+from elastic.train.machine.device import most_shards, must_name_policy, policies_of
 from storage.errors import Unavailable
 
 
@@ -62,7 +62,7 @@ class _Trial:
     """Knows the memory that microbatches of a job need, and that of the devices."""
 
     def __init__(self, job: Job, memory: int, *, local: bool) -> None:
-        self.job, self.memory, self.need = job, memory, need_of(job, tensors_of_job(job))
+        self.job, self.memory, self.need = job, memory, foreseen(job, tensors_of_job(job))
         self.policies: Sequence[Policy] = (job.recompute,)
         if job.recompute == "auto":
             self.policies = ("none",) if local else policies_of(job)
@@ -87,7 +87,7 @@ class _Trial:
         fixes = ["raise workers.device_gb" if given != "auto" else "take devices with more memory"]
         if self.most > 1:
             fixes.append("raise workers.max or parallel.dp_shard")
-        if policy not in ("auto", "block"):
+        if policy not in ("auto", "block") or (policy == "auto" and must_name_policy(self.job)):
             fixes.append("set recompute to 'block'")
         raise JobError(
             f"microbatch = 'auto': even with 1 sample and {_shared(self.most)}, a worker needs {amount(least)} of device memory, and "

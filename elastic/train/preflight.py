@@ -46,6 +46,7 @@ from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
 from elastic.train.counters import Counters
 from elastic.train.errands import check_samples
+from elastic.train.estimate import unnamed_policy
 from elastic.train.machine.device import need_of
 from elastic.train.model import AS_IT_IS_THERE, build_model, builder_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session, unlike_held_out
@@ -138,7 +139,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     notes += _attention(job, model, session.loader.dataset)
     if local:
         return Checked(build, [*notes, *_unused(job)], sources)
-    notes += [*_copying(job, state_bytes), *_hosting(job, tensors)]
+    notes += [*filter(None, [unnamed_policy(tried, tensors)]), *_copying(job, state_bytes), *_hosting(job, tensors)]
     return Checked(build, [*notes, *_forming(job, state_bytes), *_updating(job, state_bytes)], sources)
 
 
@@ -203,8 +204,8 @@ def _check_shared(job: Job, model: nn.Module) -> None:
     """Raises :class:`ModelError` if the job gathers weights block by block, and the model has one that is not of one block."""
     if job.parallel.zero == 3 and any(layout.dp_shard > 1 for layout in job.layouts()) and (names := shared_across(model)):
         raise ModelError(
-            f"parallel.zero = 3: {names[0]!r} and {names[1]!r} of {job.model!r} are one weight, and stage 3 gathers and frees the weights of "
-            f"each block by itself; set parallel.zero = 2, which gathers each weight once a step"
+            f"parallel.zero = 3: {names[0]!r} and {names[1]!r} of {job.model!r} are one weight, and stage 3 gathers and frees the weights "
+            f"of each block by itself; set parallel.zero = 2, which gathers each weight once a step"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
-from elastic.train.estimate import by_recompute, by_stage, classes, gigabytes, tensors_of_job
+from elastic.plan.memory import NOTHING, USABLE, least_shard
+from elastic.train.estimate import by_recompute, by_stage, classes, foreseen, gigabytes, tensors_of_job, transients, unnamed_policy
+from elastic.train.machine.device import gathers_of, need_of
+from elastic.train.preflight import preflight
 from elastic.train.session import opened
 from tests.support.job_file import to_toml
 from tests.support.ranks import Ranks
@@ -23,6 +28,7 @@ from tests.support.segments import member
 from tests.support.toys import toy_job
 
 MODEL = {"vocab": 64, "dim": 64, "layers": 2, "heads": 2}
+DEEP = {"vocab": 29, "dim": 64, "layers": 6, "heads": 2}
 OPTIM = {"lr": 1e-2}
 JOBS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -135,7 +141,7 @@ def test_a_job_file_is_told_with_what_auto_takes(tmp_path: Path, capsys: pytest.
     model = "{vocab = 29, dim = 64, layers = 6, heads = 2}"
     data = '[data]\ndataset = "tests.support.toys:Sums"\n[workers]\nmax = 8\n'
     file = str(job_file(tmp_path, f'global_batch = "all"\nmicrobatch = 16\nmodel_args = {model}\n{data}'))
-    for device_gb, policy in (("0.005", "block"), ("0.007", "selective"), ("0.012", "none")):
+    for device_gb, policy in (("0.005", "block"), ("0.0077", "selective"), ("0.012", "none")):
         line = said(capsys, file, "--workers.device-gb", device_gb)
         assert f"recompute = '{policy}': 2 or more workers" in line and "if 2 of 8 workers share the state" in line
 
@@ -163,6 +169,71 @@ def test_what_a_microbatch_takes_is_told_for_what_auto_tries(tmp_path: Path, cap
         next_token(model_of, batch)
     counted = sum(size for place, size in saved.items() if place not in own)
     assert sizes[0] == pytest.approx(counted, rel=0.1), "torch's own count of what a forward pass saves"
+
+
+@pytest.mark.parametrize(
+    ("precision", "reproducible", "matrix"), [("bf16", False, 2), ("bf16", True, 2), ("fp8", False, 1), ("fp32", False, 4)]
+)
+def test_what_stage_3_gathers_is_foreseen(tmp_path: Path, precision: str, reproducible: bool, matrix: int) -> None:
+    """Llama 3 of 70 B by its published sizes: embedding and head stay gathered, and two blocks; gradients are summed in float32.
+
+    The control: stages that gather nothing block by block.
+    """
+    vocab, dim, hidden, grouped = 128_256, 8192, 28_672, 1024
+    block = 2 * dim * dim + 2 * dim * grouped + 3 * dim * hidden + 2 * dim
+    rest, dtype, buffers = 2 * vocab * dim + dim, 4 if precision == "fp32" else 2, 2 if reproducible else 1
+    args = {"preset": "llama3-70b"}
+    job = toy_job(tmp_path, model_args=args, precision=precision, reproducible=reproducible, workers={"max": 64})
+    tensors = tensors_of_job(job)
+    found = gathers_of(job, tensors)
+    assert found.after == (dtype + 4 * buffers) * rest
+    beside = dtype * rest + dtype * vocab * dim + 2 * matrix * block + (dtype + 4 * buffers) * block
+    assert found.beside == beside
+    if precision == "bf16" and not reproducible:
+        assert gigabytes(dtype * rest) == "4.2 GB" and gigabytes(4 * rest) == "8.4 GB"
+    for zero in (0, 1, 2):
+        assert gathers_of(job.in_stage(zero), tensors) == NOTHING
+
+
+def test_stage_3_needs_more_workers_for_what_it_gathers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A device that is just large enough without that is not large enough for as few workers."""
+    job = toy_job(tmp_path, model_args=MODEL, precision="bf16", reproducible=False, workers={"min": 2, "max": 8}, parallel={"zero": 3})
+    tensors, (size,) = tensors_of_job(job), transients(job, ["block"]).values()
+    without = replace(need_of(job, tensors), transient=size)
+    device_gb = without.of_a_member(2) / USABLE / 1e9 + 1e-7
+    limited = job.replace(workers={"min": 2, "max": 8, "device_gb": device_gb}, recompute="block")
+    memory = int(limited.workers.device_gb * 1e9)
+    assert least_shard(without, memory, 8) == 2
+    (tried,) = by_recompute(limited, tensors)
+    assert tried.least > 2 and tried.transient == size
+    (tmp_path / "job.toml").write_text(to_toml(limited))
+    assert "blocks are gathered one after the other" in said(capsys, str(tmp_path / "job.toml"), "--workers.device-gb", "1")
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+def test_a_compiled_reproducible_job_is_told_which_policy_it_must_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The controls: where it may choose, where it fits, where it has named one, and where no policy would help."""
+    job = toy_job(tmp_path, model_args=DEEP, microbatch=16, workers={"min": 8, "max": 8}, compile=True)
+    tensors = tensors_of_job(job)
+    by_policy = {policy: replace(foreseen(job, tensors), transient=size) for policy, size in transients(job, ["none", "block"]).items()}
+    most, least = (by_policy[policy].of_a_member(8) for policy in ("none", "block"))
+    assert most > 1.2 * least
+    limited = job.replace(workers=job.workers.model_copy(update={"device_gb": (most + least) / 2e9}))
+    fits = r"with recompute = '(block|selective)' it fits from (\d) workers on"
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(limited))
+    line = said(capsys, str(file))
+    told = re.search(rf"it does not fit with recompute = 'none': 8 workers with .* too few; {fits}; a compiled reproducible job must", line)
+    assert told, line
+    noted = [note for note in preflight(limited).notes if "recompute" in note]
+    assert len(noted) == 1 and re.search(rf"^recompute = 'auto' keeps everything here.*{fits}; a compiled reproducible job must", noted[0])
+    named = limited.replace(recompute=told[1])
+    assert by_recompute(named, tensors)[0].least == int(told[2])
+    roomy = limited.replace(workers=job.workers.model_copy(update={"device_gb": 2 * most / 1e9}))
+    for other in (named, roomy, limited.replace(reproducible=False), limited.replace(workers={"max": 8, "device_gb": 1e-5})):
+        assert not unnamed_policy(other, tensors)
+    assert "must name it" not in said(capsys, str(file), "--workers.device-gb", "0.00001")
 
 
 @pytest.mark.parametrize(

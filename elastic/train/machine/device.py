@@ -15,7 +15,7 @@ from elastic.engine.precision import PRECISIONS
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, slots_a_worker
-from elastic.plan.memory import COPIED, USABLE, Need, least_shard
+from elastic.plan.memory import COPIED, NOTHING, USABLE, Need, Passing, Unit, least_shard, passing_of
 from elastic.state.node_memory import whole_disk, whole_memory
 from elastic.state.streaming import GROUPS, group_bytes
 from elastic.train.model import bytes_of
@@ -63,15 +63,44 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
     )
 
 
-def _visiting(sizes: Mapping[str, int], whole: int) -> int:
-    """Returns how many of ``whole`` bytes are on the device at once: what is in no block, and the two largest blocks.
+def gathers_of(job: Job, tensors: Sequence[Tensor]) -> Passing:
+    """Returns what comes and goes if members share the state, beside activations, as long as nobody has measured it.
 
-    The names of parameters tell the blocks: all before the first number, and that number.
+    It is nothing unless weights are gathered block by block.  Members that add in order (``reproducible``) hold the gradients of a unit
+    once as they send them, and once as they get them.
     """
+    if job.offloads or job.parallel.zero in (0, 1, 2):
+        return NOTHING
+    policy, buffers = PRECISIONS[job.precision], 2 if job.reproducible else 1
+    with_moments = {tensor.name for tensor in tensors if tensor.kind.startswith("moment.")}
+    units, head = {"": Unit(0, 0, 0)}, 0
+    for tensor in tensors:
+        if tensor.kind != "parameter":
+            continue
+        block, count = _block_of(tensor.name), math.prod(tensor.shape)
+        whole = nbytes(tensor, tensor.whole()) if policy.compute is None else policy.compute.itemsize * count
+        grads = whole if tensor.name in with_moments or not with_moments else 0
+        weights = count if block and policy.fp8 is not None else whole
+        sent = buffers * max(policy.reduce.itemsize * count, whole) if grads else 0
+        unit = units.get(block, Unit(0, 0, 0))
+        units[block] = Unit(unit.weights + weights, unit.grads + grads, unit.sent + sent)
+        head = head if block else max(head, grads)
+    rest = units.pop("")
+    return passing_of([*units.values()], rest, head)
+
+
+def _block_of(name: str) -> str:
+    """Returns what the name of a parameter tells of its block: all before the first number, and that number; "" if it is in none."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else ""
+
+
+def _visiting(sizes: Mapping[str, int], whole: int) -> int:
+    """Returns how many of ``whole`` bytes are on the device at once: what is in no block, and the two largest blocks."""
     blocks = Counter[str]()
     for name, size in sizes.items():
-        if found := re.match(r".*?\.\d+\.", name):
-            blocks[found[0]] += size
+        if block := _block_of(name):
+            blocks[block] += size
     away = sum(size for _, size in blocks.most_common()[2:])
     return whole - whole * away // max(sum(sizes.values()), 1)
 
@@ -90,11 +119,19 @@ def most_shards(job: Job) -> int:
 def policies_of(job: Job) -> tuple[str, ...]:
     """Returns the settings of ``recompute`` that ``auto`` tries, in their order.
 
-    Compiled blocks have other bits with each, so a reproducible job must name one.
+    Compiled blocks have other bits with each, and each worker chooses by the memory of its own device, so a reproducible job must name one.
     """
-    if job.compile and job.reproducible:
-        return ("none",)
+    return ("none",) if must_name_policy(job) else all_policies(job)
+
+
+def all_policies(job: Job) -> tuple[str, ...]:
+    """Returns the settings of ``recompute`` that keep less from one to the next, as far as the other settings allow them."""
     return ("none", "selective", "block") if job.activations == "keep" else ("none", "block")
+
+
+def must_name_policy(job: Job) -> bool:
+    """Returns whether the bits would depend on what each worker chose for ``recompute``."""
+    return job.compile and job.reproducible
 
 
 def states_fitting(job: Job, tensors: Sequence[Tensor]) -> float:
@@ -139,8 +176,9 @@ def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, too
     if least := least_shard(need, memory, most):
         return least
     comes = f", {amount(need.transient)} of it for a while in each step" if need.transient else ""
+    less = ", lower microbatch" + (", or set recompute to 'block'" if job.recompute != "block" else "")
     raise JobError(
         f"workers.max = {job.workers.max}: even if {most} of them share the state ({amount(need.state)}), each needs "
         f"{amount(need.of_a_member(most))} of device memory{comes}, and {amount(USABLE * memory)} can be used here; raise "
-        f"workers.max or parallel.dp_shard{', lower microbatch, or set recompute' if need.transient else ''}"
+        f"workers.max or parallel.dp_shard{less if need.transient else ''}"
     )

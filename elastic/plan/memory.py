@@ -80,7 +80,7 @@ class Need:
     hosted: int = 0
     """Copies of the weights in host memory, of which those that a block computes with come to the device."""
     passing: Passing = NOTHING
-    """What comes and goes beside what is ``transient``, in worlds with more shards.  A worker that has measured leaves it out: it is in
+    """Bytes that come and go beside what is ``transient``, in worlds with more shards.  A worker that has measured leaves it out: it is in
     what it measured."""
 
     def of_a_member(self, shards: int) -> int:

@@ -53,9 +53,18 @@ def saved(samples: int) -> int:
 
 @cache
 def needed(samples: int, members: int) -> float:
-    """The judge: 16 bytes a parameter and what is saved; or an old part of 12 beside the new one, while several form a world."""
-    count = sum(parameter.numel() for parameter in build(**MODEL).parameters())
-    shared = [max(16 * count / shards + saved(samples), 24 * count / shards if shards > 1 else 0) for shards in range(1, members + 1)]
+    """The judge: 16 bytes a parameter and what is saved; or an old part of 12 beside the new one, while several form a world.
+
+    Several gather the rest of the model and both blocks in float32.  They have the gradient of the head, and that of a block once as it is
+    computed, once as it is sent, and once as it comes.
+    """
+    sizes = {name: parameter.numel() for name, parameter in build(**MODEL).named_parameters()}
+    count, block = sum(sizes.values()), sum(size for name, size in sizes.items() if name.startswith("layers.0."))
+    passing = 4 * (count + max(size for name, size in sizes.items() if not name.startswith("layers.")) + 3 * block)
+    shared = [
+        max(16 * count / shards + saved(samples) + (passing if shards > 1 else 0), 24 * count / shards if shards > 1 else 0)
+        for shards in range(1, members + 1)
+    ]
     return min(shared)
 
 

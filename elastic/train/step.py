@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
-from elastic.engine.axes.split import told_of_views
+from elastic.engine.axes.split import tell_of_views
 from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.optim.schedule import own_rate_of
@@ -264,8 +264,11 @@ class Step:
             terms = share.counts[-1].double().trunc()
             share.keeps.append((share.losses[-1].double() <= share.most_loss * terms) | (terms == 0))
             weight = weight * share.keeps[-1].to(loss.dtype)
-        with told_of_views():
+        try:
             (loss if isinstance(weight, float) and weight == 1 else loss * weight).backward()
+        except RuntimeError as error:
+            tell_of_views(error)
+            raise
         state.parameters.end_round()
         refuse_changes(self._marks, state)
         share.samples.append(self._ids if index is not None else ())

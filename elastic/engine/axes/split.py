@@ -164,7 +164,7 @@ def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: 
     """Wraps each block by itself, and the rest of ``model`` as the root.  Gradients are summed and never divided.
 
     FSDP2 warns of each module whose output is a view, as every ``nn.Linear`` of three dimensions returns: to change that in place would be
-    wrong.  Such a change ends the first step (:func:`told_of_views`), so a run without one need not be warned.
+    wrong.  Such a change ends the first step (:func:`tell_of_views`), so a run without one need not be warned.
     """
     warnings.filterwarnings("ignore", VIEW_WARNING, UserWarning, FSDP_STATE)
     for each in (*(model.get_submodule(name) for name in table.blocks), model):
@@ -174,15 +174,10 @@ def apply_fsdp(model: nn.Module, world: World, table: ShardingTable, precision: 
         module.set_force_sum_reduction_for_comms(True)
 
 
-@contextmanager
-def told_of_views() -> Iterator[None]:
+def tell_of_views(error: RuntimeError) -> None:
     """Adds what to do to the error of a backward pass that a change in place has left without the weights of a block."""
-    try:
-        yield
-    except RuntimeError as error:
-        if FREED in str(error):
-            error.add_note(CHANGED_VIEW)
-        raise
+    if FREED in str(error):
+        error.add_note(CHANGED_VIEW)
 
 
 def _policy(module: nn.Module, precision: Precision) -> MixedPrecisionPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from elastic.errors import CodeError
+from elastic.errors import STOPPED, CodeError
 from elastic.imports import check_packages
 
 
@@ -15,9 +15,13 @@ def main() -> int:
     except CodeError as error:
         print(f"elastic: {error}", file=sys.stderr)
         return error.exit_code
-    from actors.cli import main as command
+    try:
+        from actors.cli import main as command
 
-    return command()
+        return command()
+    except KeyboardInterrupt:  # before the command had begun, while it was imported
+        print("elastic: interrupted before it began", file=sys.stderr)
+        return STOPPED
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import pytest
 
 from actors.cli import main
 from actors.cluster import connect
-from elastic.errors import PlatformGaveUp
+from elastic.__main__ import main as entry
+from elastic.errors import STOPPED, PlatformGaveUp
 from tests.support.job_file import to_toml
 from tests.support.toys import toy_job
 
@@ -110,3 +111,16 @@ def test_a_cluster_that_does_not_answer_is_told_by_where_its_address_came_from(
     with pytest.raises(PlatformGaveUp, match=f"no Ray cluster answers at 127.0.0.1:9; correct {named}, or leave it out"):
         connect(address, tell=told.append)
     assert told == [], "none starts here"
+
+
+def test_ctrl_c_before_a_command_has_begun_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """While modules are imported.  The control: a command that begins."""
+
+    def pressed() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("actors.cli.main", lambda: 0)
+    assert entry() == 0 and not capsys.readouterr().err
+    monkeypatch.setattr("actors.cli.main", pressed)
+    assert entry() == STOPPED
+    assert capsys.readouterr().err == "elastic: interrupted before it began\n"

@@ -7,13 +7,14 @@ text says whether a document is one of them, so equal documents are on one side,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.data.sources import SUFFIXES, Document, documents, text_files
 from elastic.data.tokenizer import Bytes, Encoder, Trained, read_tokenizer, train_bpe
 from elastic.errors import DataError
-from storage.datasets import Description, write_dataset
+from storage.datasets import DESCRIPTION, Description, expect_room, write_dataset
 from storage.documents import digest_of
 from storage.errors import Exists
 from storage.objects import ObjectStore
@@ -66,8 +67,8 @@ def prepare(
     if one of these is used.  About the part ``held_out`` of the documents goes to a dataset of its own, in a folder below.  ``unique``
     leaves out documents whose text came before.  Preparing the same text again changes nothing and is no error.
 
-    Raises :class:`DataError` if there is no text, if some of it cannot be read, or if another dataset is there already; then nothing
-    new is left behind, but perhaps what was held out.
+    Raises :class:`DataError` if there is no text, if some of it cannot be read, if another dataset is there already, or a file of
+    somebody else that would be overwritten; then nothing new is left behind, but perhaps what was held out.
     """
     if not 0 <= held_out < 1:
         raise DataError(f"--held-out {held_out:g} must be a part of the documents: at least 0, and less than 1")
@@ -88,17 +89,33 @@ def prepare(
     for out in (False, True)[: 2 if held_out else 1]:
         if not any(document.text for document in texts(out)):
             raise DataError(_nothing(sources, suffixes, len(files)) if not held_out else _one_sided(held_out, out))
-    encoder = _encoder(texts, tokenizer, bpe, end_of_document)
     store = ObjectStore.open(destination)
-    aside = _written(ObjectStore.open(f"{store.url}/{HELD_OUT}"), encoder, texts(out=True)) if held_out else None
+    beside = ObjectStore.open(f"{store.url}/{HELD_OUT}") if held_out else None
+    for each in filter(None, (store, beside)):  # before a tokenizer is trained, which takes long
+        with _refused(each):
+            expect_room(each)
+    encoder = _encoder(texts, tokenizer, bpe, end_of_document)
+    aside = _written(beside, encoder, texts(out=True)) if beside is not None else None
     return _written(store, encoder, texts(), aside)
 
 
 def _written(store: ObjectStore, encoder: Encoder, texts: Iterator[Document], held_out: Summary | None = None) -> Summary:
-    try:
+    with _refused(store):
         return Summary.of(store, write_dataset(store, encoder.encode(texts), encoder.coding), held_out)
-    except Exists:
-        raise DataError(f"{store.url} holds another dataset already; give another destination, or delete it first") from None
+
+
+@contextmanager
+def _refused(store: ObjectStore) -> Iterator[None]:
+    """Says what the destination holds already."""
+    try:
+        yield
+    except Exists as error:
+        if error.args[0] == DESCRIPTION:
+            raise DataError(f"{store.url} holds another dataset already; give another destination, or delete it first") from None
+        raise DataError(
+            f"{error.object} is there already, and would be overwritten although no {DESCRIPTION} says that it is of a dataset; "
+            f"give another destination"
+        ) from None
 
 
 def _encoder(texts: Callable[[], Iterator[Document]], tokenizer: str | Path | None, bpe: int | None, end: str | None) -> Encoder:

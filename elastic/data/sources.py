@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic.errors import DataError
-from storage.datasets import DESCRIPTION
+from storage.datasets import files_of_datasets
 from storage.objects import ObjectStore
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
@@ -51,7 +51,7 @@ class TextFile(NamedTuple):
 def text_files(sources: Iterable[str | Path], suffixes: Sequence[str] = SUFFIXES) -> list[TextFile]:
     """Returns the files that ``sources`` name, and the files with one of ``suffixes`` in the folders that they name.
 
-    Files of a folder are sorted by path; hidden files are left out.
+    Files of a folder are sorted by path; hidden files are left out, and so are the files of datasets, but not what lies beside them.
     """
     return [file for source in sources for file in (_itself(str(source)) or _below(str(source), suffixes))]
 
@@ -68,13 +68,9 @@ def _itself(source: str) -> list[TextFile]:
 def _below(source: str, suffixes: Sequence[str]) -> list[TextFile]:
     store = ObjectStore.open(source)
     keys = store.list()
-    prepared = {_folder(key) for key in keys if key.rpartition("/")[2] == DESCRIPTION}  # a dataset's own parquet is no text
+    prepared = files_of_datasets(store, keys)  # a dataset's own parquet is no text
     ends = (*suffixes, *(f"{suffix}{packed}" for suffix in suffixes for packed in COMPRESSIONS))
-    return [TextFile(store, key) for key in keys if key.endswith(ends) and "/." not in f"/{key}" and _folder(key) not in prepared]
-
-
-def _folder(key: str) -> str:
-    return key.rpartition("/")[0]
+    return [TextFile(store, key) for key in keys if key.endswith(ends) and "/." not in f"/{key}" and key not in prepared]
 
 
 def documents(files: Iterable[TextFile], text_field: str = "text") -> Iterator[Document]:

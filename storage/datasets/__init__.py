@@ -9,6 +9,8 @@ from storage.datasets.datasets import (
     Coding,
     Description,
     Tokens,
+    expect_room,
+    files_of_datasets,
     read_description,
     write_dataset,
 )
@@ -24,6 +26,8 @@ __all__ = [
     "Description",
     "TokenFiles",
     "Tokens",
+    "expect_room",
+    "files_of_datasets",
     "read_description",
     "write_dataset",
 ]

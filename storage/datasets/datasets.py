@@ -5,17 +5,22 @@
     documents.parquet     one row for each document: path, first token, length, digest of its tokens
     tokenizer.json        the tokenizer's definition, unless tokens are bytes
     dataset.json          format, tokenizer, vocabulary, counts, and every file with its size and digest
+    dataset.begun         an empty file that is there while the others are written
 
-A dataset exists once its description does.  Readers fetch and check whole blocks (``tokens.py``).  The size of a block is a trade-off.  A
-sample of 4,096 tokens has 8 KiB, so larger blocks would mostly fetch bytes that nobody wants; smaller ones would spend more on digests and
-requests.  Format 1 had no blocks: there, each token file counts as one block.
+A dataset exists once its description does.  The mark dataset.begun tells what a killed writer left, which the next one overwrites, from
+files of somebody else that have such names, which nobody overwrites.
+
+Readers fetch and check whole blocks (``tokens.py``).  The size of a block is a trade-off.  A sample of 4,096 tokens has 8 KiB, so larger
+blocks would mostly fetch bytes that nobody wants; smaller ones would spend more on digests and requests.  Format 1 had no blocks: there,
+each token file counts as one block.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -27,13 +32,16 @@ import pyarrow.parquet as pq
 from blake3 import blake3
 
 from storage.documents import File, digest_of
-from storage.errors import BadFormat, Damaged, Exists, Missing
+from storage.errors import BadFormat, Damaged, Exists, Missing, StorageError
 from storage.objects import ObjectStore
 
 FORMAT = 2
 READABLE = (1, 2)
 """Formats that this release reads: every one that was ever released."""
 DESCRIPTION, DOCUMENTS, BLOCKS, TOKENIZER = "dataset.json", "documents.parquet", "blocks.b3", "tokenizer.json"
+BEGUN = "dataset.begun"
+WRITTEN = re.compile(rf"tokens-\d{{5,}}\.bin|{'|'.join(map(re.escape, (DOCUMENTS, BLOCKS, TOKENIZER)))}")
+"""Matches the names of the files that are written before the description."""
 SHARD_TOKENS = 8 * 2**20
 BLOCK_BYTES = 256 * 2**10
 INDEX = pa.schema([("path", pa.string()), ("first", pa.int64()), ("length", pa.int64()), ("blake3", pa.string())])
@@ -104,6 +112,12 @@ class Description:
         return Coding(self.tokenizer, self.vocabulary, self.end_of_document).dtype
 
     @property
+    def names(self) -> frozenset[str]:
+        """The names of all files of the dataset."""
+        others = (self.index, self.blocks, self.definition)
+        return frozenset((DESCRIPTION, *(file.name for file in (*self.files, *others) if file is not None)))
+
+    @property
     def fingerprint(self) -> str:
         """The digest of the tokens, their meaning and their cut into files.  Names and places of documents do not change it."""
         seen: list[Any] = [self.tokenizer, self.vocabulary, [asdict(file) for file in self.files]]
@@ -126,9 +140,10 @@ def write_dataset(
 ) -> Description:
     """Writes a dataset of ``documents``, which are (path, tokens), in this order.  Holds one shard in memory.  Only one writer may run.
 
-    Writing the same dataset again changes nothing.  If the store holds other tokens, this raises :class:`Exists` and changes nothing.  If
-    ``documents`` raises, the files that were written until then are removed.
+    Writing the same dataset again changes nothing.  If the store holds other tokens, or a file as :func:`expect_room` says, this raises
+    :class:`Exists` and changes nothing.  If ``documents`` raises, the files that were written until then are removed.
     """
+    expect_room(store)
     found = _found(store)
     if found is None:
         with _Files(store) as files, _index(coding.dtype) as index:
@@ -139,6 +154,37 @@ def write_dataset(
         made = _write(_Digests(), index, documents, coding, shard_tokens, block_bytes)
     if found.fingerprint != made.fingerprint:
         raise Exists(DESCRIPTION, store.url)
+    return found
+
+
+def expect_room(store: ObjectStore) -> None:
+    """Raises :class:`Exists` if the store holds a file with the name of one of a dataset's, but neither a description nor the mark of a
+    writer that was killed: somebody else's."""
+    if not store.exists(DESCRIPTION) and not store.exists(BEGUN):
+        for name in _written(store):
+            raise Exists(name, store.url)
+
+
+def _written(store: ObjectStore) -> list[str]:
+    return [name for name in store.children() if WRITTEN.fullmatch(name)]
+
+
+def files_of_datasets(store: ObjectStore, keys: Iterable[str]) -> set[str]:
+    """Returns those of ``keys`` that are files of datasets, complete or not.  ``keys`` are all keys of ``store``.
+
+    A file of another kind may be called dataset.json; then neither it nor what lies beside it is a file of a dataset.
+    """
+    folders: dict[str, list[str]] = {}
+    for key in keys:
+        folder, slash, name = key.rpartition("/")
+        folders.setdefault(folder + slash, []).append(name)
+    found = set[str]()
+    for folder, names in folders.items():
+        own = {name for name in names if WRITTEN.fullmatch(name)} if BEGUN in names else set[str]()
+        if DESCRIPTION in names:
+            with suppress(Damaged, BadFormat):
+                own |= Description.from_json(store.get(f"{folder}{DESCRIPTION}")).names
+        found |= {f"{folder}{name}" for name in own}
     return found
 
 
@@ -187,19 +233,22 @@ class _Files(_Digests):
     """Writes the files.  After an error it removes them, unless somebody else has completed a dataset with them."""
 
     def __init__(self, store: ObjectStore) -> None:
-        self.store, self.written = store, list[str]()
+        self.store = store
 
     def put(self, name: str, data: bytes | IO[bytes]) -> File:
-        self.written.append(name)
         self.store.put(name, _pieces(data))
         return super().put(name, data)
 
     def __enter__(self) -> _Files:
+        self.store.put(BEGUN, b"")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not self.store.exists(DESCRIPTION):
-            for name in self.written:
+        if kind is None:
+            with suppress(StorageError):  # beside the description the mark means nothing
+                self.store.delete(BEGUN)
+        elif not self.store.exists(DESCRIPTION):
+            for name in (*_written(self.store), BEGUN):  # also what a killed writer left
                 self.store.delete(name)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,21 @@ from elastic.data.show import show
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
 from elastic.plan.batch import Deal
-from storage.datasets import BLOCKS, DESCRIPTION, DOCUMENTS, Coding, Description, TokenFiles, Tokens, datasets, write_dataset
-from storage.errors import BadFormat, Damaged, Exists, Missing
-from storage.objects import ObjectStore
+from storage.datasets import (
+    BLOCKS,
+    DESCRIPTION,
+    DOCUMENTS,
+    Coding,
+    Description,
+    TokenFiles,
+    Tokens,
+    datasets,
+    files_of_datasets,
+    write_dataset,
+)
+from storage.datasets.datasets import BEGUN
+from storage.errors import BadFormat, Damaged, Exists, Missing, Unavailable
+from storage.objects import Data, ObjectStore
 from tests.data.texts import BYTES, END, memory, numbered, tokenize
 from tests.support.stores import Forwarding
 
@@ -132,12 +146,75 @@ def test_a_block_spoiled_on_its_way_is_fetched_again_and_a_wrong_one_is_never_re
 # ---- interrupted, damaged, refused
 
 
-def test_what_is_left_of_a_killed_preparation_is_no_dataset_and_is_overwritten(store: ObjectStore) -> None:
-    store.put("tokens-00000.bin", b"of a killed one")
+class Lost(Forwarding):
+    """A store that a writer cannot reach any more after some writes: what it has written stays, as after a kill."""
+
+    def __init__(self, of: ObjectStore, writes: int) -> None:
+        super().__init__(of)
+        self.writes = writes
+
+    def put(self, key: str, data: Data) -> None:
+        self._reach(key)
+        super().put(key, data)
+
+    def put_if_absent(self, key: str, data: Data) -> None:
+        self._reach(key)
+        super().put_if_absent(key, data)
+
+    def delete(self, key: str) -> None:
+        self._reach(key)
+        super().delete(key)
+
+    def _reach(self, key: str) -> None:
+        if self.writes == 0:
+            raise Unavailable(key, "lost")
+        self.writes -= 1
+
+
+DEFINED = replace(BYTES, definition=b"{}")
+
+
+@pytest.mark.parametrize("writes", range(8))
+def test_what_is_left_of_a_killed_preparation_is_no_dataset_and_is_overwritten(store: ObjectStore, writes: int) -> None:
+    """The next writer goes on, wherever this one was killed.  One that fails leaves nothing, not even of the one before."""
+    first, second = [("a", tokenize(b"x" * 1000))], [("a", tokenize(b"x" * 100)), ("b", tokenize(b"y"))]
+    with pytest.raises(Unavailable):
+        write_dataset(Lost(store, writes), first, DEFINED, shard_tokens=400)
+    assert len(store.list()) == writes, "the mark, 3 of tokens, documents, blocks and the tokenizer"
+    assert files_of_datasets(store, store.list()) == set(store.list()) - {BEGUN}
     with pytest.raises(Missing):
         TokenFiles(store)
-    description = write_dataset(store, [("a", tokenize(b"x" * 1000)), ("b", tokenize(b"y"))], BYTES, shard_tokens=100)
-    assert TokenFiles(store).read(999, description.tokens).tolist() == [ord("x"), END, ord("y"), END]
+    if writes % 2:
+
+        def failing() -> Iterator[tuple[str, Tokens]]:
+            yield second[0]
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            write_dataset(store, failing(), DEFINED, shard_tokens=100)
+        assert store.list() == []
+    description = write_dataset(store, second, DEFINED, shard_tokens=100)
+    assert TokenFiles(store).read(99, description.tokens).tolist() == [ord("x"), END, ord("y"), END]
+    assert BEGUN not in store.list()
+
+
+@pytest.mark.parametrize("name", ["documents.parquet", "tokenizer.json", "blocks.b3", "tokens-00000.bin", "tokens-100000.bin"])
+def test_a_file_of_somebody_else_is_neither_overwritten_nor_removed(store: ObjectStore, name: str) -> None:
+    """The control: files with other names do no harm, and stay."""
+    store.put(name, b"mine")
+
+    def documents() -> Iterator[tuple[str, Tokens]]:
+        raise AssertionError("it is refused before anything is read")
+        yield
+
+    with pytest.raises(Exists, match=re.escape(name)):
+        write_dataset(store, documents(), BYTES)
+    assert store.list() == [name] and store.get(name) == b"mine"
+    store.delete(name)
+    for other in (others := [f"my-{name}", f"below/{name}"]):
+        store.put(other, b"mine")
+    write_dataset(store, [("a", tokenize(b"x"))], BYTES)
+    assert [store.get(other) for other in others] == [b"mine"] * 2
 
 
 def test_an_interrupted_preparation_takes_away_what_it_wrote(store: ObjectStore) -> None:

@@ -203,6 +203,21 @@ def test_a_dataset_among_the_texts_is_no_text(folder: Path) -> None:
     assert prepare(folder, str(folder / "tokens")) == first
 
 
+def test_only_the_files_of_a_dataset_are_no_text(tmp_path: Path) -> None:
+    """A file beside a dataset is text, and so is every one beside a file of another kind that is called dataset.json."""
+    names = ["a.txt", "tokens/b.txt", "tokens/deep/c.txt", "other/d.txt", "other/documents.parquet", "other/dataset.json"]
+    for name in names:
+        put(tmp_path / name, parquet(["x"]) if name.endswith("parquet") else b"{}" if name.endswith("json") else name.encode())
+    prepare(tmp_path / "a.txt", str(tmp_path / "tokens"), bpe=257)
+    assert {"documents.parquet", "tokenizer.json"} < {path.name for path in (tmp_path / "tokens").iterdir()}
+    for suffixes in (sources.SUFFIXES, (".json", ".parquet", ".txt", ".bin")):
+        wanted = {name for name in names if name.endswith(tuple(suffixes))}
+        assert {file.key for file in text_files([tmp_path], suffixes)} == wanted
+    for raw in (b'{"format": "csv"}', b'{"format": 2}', b"[1]", b"no JSON"):
+        put(tmp_path / "other/dataset.json", raw)
+        assert "other/d.txt" in {file.key for file in text_files([tmp_path])}
+
+
 # ---- refused: named, and nothing is left
 
 LONE = b'{"text": "\\ud800"}\n'
@@ -255,6 +270,20 @@ def test_what_prepare_refuses(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=sentence):
             prepare(source, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["documents.parquet", "tokenizer.json", "tokens-00000.bin", "held-out/documents.parquet"])
+def test_a_file_of_the_user_at_the_destination_is_kept(tmp_path: Path, name: str) -> None:
+    """It is kept whether the text can be read or not.  The control: without the file the dataset is written beside the text."""
+    put(tmp_path / "a.jsonl", jsonl(*({"text": f"text {number}"} for number in range(50))))
+    put(tmp_path / name, data := parquet(["mine"]))
+    refusal = rf"{name} is there already, and would be overwritten although no dataset\.json says .*; give another destination$"
+    for source in (tmp_path, tmp_path / "a.jsonl"):
+        with pytest.raises(DataError, match=refusal):
+            prepare(source, str(tmp_path), held_out=0.2)
+    assert (tmp_path / name).read_bytes() == data and {path.name for path in tmp_path.rglob("*.*")} == {"a.jsonl", Path(name).name}
+    (tmp_path / name).unlink()
+    assert prepare(tmp_path, str(tmp_path), held_out=0.2) == prepare(tmp_path, str(tmp_path), held_out=0.2)
 
 
 def test_what_the_dataset_refuses(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -16,12 +16,14 @@ from actors.cli import main
 from actors.report_command import facts_of
 from elastic.control import codec
 from elastic.ids import Version, WorkerId
+from elastic.plan.retention import Keep, Rule, reasons
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome, Usage
 from elastic.report.page import page_of
 from elastic.report.page.html import html_of
 from elastic.report.page.model import Branch, Checkpoint, Facts
 from elastic.report.page.series import Columns, buckets, log_ticks, smoothed, ticks
+from elastic.report.page.tables import KEPT
 from elastic.report.page.words import duration, percent, shown
 from elastic.report.recoveries import Recovery
 from elastic.report.timeline import FORMED, LOST, Moment, Save, Timeline, World
@@ -189,7 +191,8 @@ def test_l2_a_run_without_ray_and_one_that_has_no_step_yet(tmp_path: Path) -> No
     """L2: there is no journal; all that is in the bucket is shown: rows, validations, and checkpoints with the sizes of their files."""
     held_out = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
     sinks = {"tests.support.sinks:Table": {"path": str(tmp_path / "hush.db")}}
-    job = toy_job(tmp_path / "bucket", steps=10, checkpoint={"save_every": 4}, validation=held_out, metrics={"sinks": sinks})
+    keeps = {"save_every": 4, "keep_last": 2, "keep_younger": "24h"}
+    job = toy_job(tmp_path / "bucket", steps=10, checkpoint=keeps, validation=held_out, metrics={"sinks": sinks})
     empty = commanded(Run.open(job), tmp_path)
     assert empty.texts["p"][1] == "The run has begun and has not committed a step yet."
     assert not empty.data and empty.tiles == {"Step": "0"}
@@ -210,10 +213,20 @@ def test_l2_a_run_without_ray_and_one_that_has_no_step_yet(tmp_path: Path) -> No
     shown_sizes = {row[2] for row in page.tables["checkpoints"][1:]}
     assert len(page.tables["checkpoints"]) - 1 == len(manifests) == 3
     assert {round(float(size.split()[0])) for size in shown_sizes} == {round(size / 1000) for size in sizes}
+    last, young = KEPT["last"], KEPT["younger"]
+    assert [row[-1] for row in page.tables["checkpoints"][1:]] == [f"{last}, {young}", f"{last}, {young}", young]
     settings = dict(page.tables["settings"][1:])
     assert settings["optim.lr"] == "0.01" and settings["validation.args.samples"] == "50"
     assert settings["metrics.sinks.tests.support.sinks:Table.path"] == "(not shown)", "it may be a key"
     assert "hush" not in (tmp_path / "page.html").read_text(encoding="utf-8") and (tmp_path / "hush.db").exists()
+
+
+def test_each_rule_that_keeps_a_checkpoint_has_words() -> None:
+    """Each rule of ``plan/retention.py`` keeps something here, but for the one that ``runs/retention.py`` adds."""
+    saved = [Version(step, 1) for step in range(1, 9)]
+    some = reasons(saved, Keep(2, 4, True, 1.0), saved[2], saved[:1], saved[-3:])
+    found = {name for rules in (some, reasons(saved, Keep(), None, ())) for names in rules.values() for name in names}
+    assert set(KEPT) == set(get_args(Rule)) == found | {"owed"}
 
 
 def test_l2_a_branch_is_shown_with_what_it_changed(tmp_path: Path) -> None:

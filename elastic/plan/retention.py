@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from elastic.ids import Version
+
+Rule = Literal["newest", "last", "every", "best", "younger", "branch", "owed", "all"]
+"""Names of the rules that keep a checkpoint.  ``owed`` is given by ``elastic/runs/retention.py``, the others by :func:`reasons`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def reasons(
     of_best = min((version for version in ordered if best is not None and version >= best), default=None)
     found = dict[Version, tuple[str, ...]]()
     for place, version in enumerate(ordered):
-        named = {
+        named: dict[Rule, bool] = {
             "newest": place == 0,
             "last": place < keep.last,
             "every": version in at_multiples,

@@ -51,6 +51,7 @@ KEPT = {
     "last": "one of the last",
     "every": "at a multiple",
     "best": "best validation",
+    "younger": "written not long ago",
     "branch": "a branch begins here",
     "owed": "an export, samples or a validation is owed",
     "all": "all are kept",

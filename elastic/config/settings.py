@@ -51,16 +51,17 @@ def _text(name: str, data: bytes) -> str:
     Raises :class:`JobError` for bytes that are neither.
     """
     code = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    what = "it has zero bytes, as UTF-16 without its mark at the beginning has, or a file that is no text"
     try:
         if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
             raise JobError(f"{name} is text in UTF-32, and TOML is UTF-8; {SAVE_AS_UTF8}")
-        return data.decode(code).replace("\r\n", "\n")
+        if "\0" not in (text := data.decode(code)):
+            return text.replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
-        what = f"line {number} has the byte {data[error.start]:#04x}, which may be a letter of Latin-1"
-        if b"\0" in data:
-            what = "it has zero bytes, as UTF-16 without its mark at the beginning has, or a file that is no text"
-        raise JobError(f"{name} is not text in UTF-8: {what}; {SAVE_AS_UTF8}") from None
+        if b"\0" not in data:
+            number = data.count(b"\n", 0, error.start) + 1
+            what = f"line {number} has the byte {data[error.start]:#04x}, which may be a letter of Latin-1"
+    raise JobError(f"{name} is not text in UTF-8: {what}; {SAVE_AS_UTF8}")
 
 
 def merge(values: dict[str, Any], options: Mapping[str, Any], file: str) -> dict[str, Any]:

@@ -103,6 +103,17 @@ def test_a_file_in_another_encoding_says_how_to_save_it(tmp_path: Path, code: st
     assert str(refused.value).startswith(f"job.toml {said}") and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("code", ["utf-16-le", "utf-16-be"])
+def test_ascii_in_utf_16_without_a_mark_is_told_too(tmp_path: Path, code: str) -> None:
+    """Its bytes are valid UTF-8.  The control: with the mark it is read."""
+    text = 'name = "a"\nbucket = "/b"\n'
+    (tmp_path / "job.toml").write_bytes(text.encode(code))
+    with pytest.raises(JobError, match=r"^job\.toml is not text in UTF-8: it has zero bytes, as UTF-16 without its mark .*; save it"):
+        Job.load(tmp_path / "job.toml")
+    (tmp_path / "job.toml").write_bytes(f"\ufeff{text}".encode(code))
+    assert Job.load(tmp_path / "job.toml").bucket == "/b"
+
+
 @pytest.mark.parametrize(
     "line", ["--steps 1 2", "--model_args.dim 1 2", "--no-compile yes", "--stepz 3", "--step 3", "--model_args.", "-s 3", "-h"]
 )

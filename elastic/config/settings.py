@@ -10,10 +10,11 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from elastic.errors import JobError
@@ -29,8 +30,14 @@ ELSEWHERE = {
     "batch_size": ("global_batch", "microbatch"),
     "epochs": ("steps",),
     "num_workers": ("workers.max",),
+    "keep": ("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.keep_younger"),
+    "validation.data": ("validation.dataset", "validation.args"),
+    "workers": ("workers.max",),
+    "optim": ("optim.kind",),
+    "schedule": ("schedule.kind",),
 }
-"""Names that other trainers have, and that are spelt like none of our settings, with the settings that do the same."""
+"""Names that other trainers have, or newcomers expect, with the settings that do the same.  A section stands here for one that has a value
+instead of settings."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -73,7 +80,8 @@ def merge(values: dict[str, Any], options: Mapping[str, Any], file: str) -> dict
         for depth, section in enumerate(sections):
             child = node.get(section, {})
             if not isinstance(child, dict):
-                raise JobError(f"{file}: {'.'.join(sections[: depth + 1])} = {child!r} must be a table of settings")
+                name = ".".join(sections[: depth + 1])
+                raise JobError(f"{file}: {name} = {child!r} must be a table of settings{_inside(name)}")
             node[section] = dict(child)
             node = node[section]
         node[last] = value
@@ -95,10 +103,43 @@ def sentences(error: ValidationError, model: Model, where: Where) -> list[str]:
         else:
             text = f"{setting} = {problem['input']!r} {_expected(problem)}" if problem["type"] != "missing" else _missing(setting)
         found.setdefault(setting, []).append(text)
-        if setting and isinstance(problem["input"], str):
-            meant.setdefault(setting, did_you_mean(problem["input"], words_of(annotation_of(model, setting.partition("[")[0]))))
+        if setting:
+            meant[setting] = meant.get(setting) or _meant(setting, problem, model)
     told = [(setting, line, where(setting, line)) for setting, said in found.items() for line in _joined(said)]
     return [f"{origin}: {line}{meant.get(setting, '')}{_form(setting, model, origin)}" for setting, line, origin in told]
+
+
+def _meant(setting: str, problem: Any, model: Model) -> str:
+    """Returns the end of a sentence that says what is probably meant by a value that is wrong, or nothing."""
+    value = problem["input"]
+    if problem["type"].startswith("model_"):
+        return _inside(setting)
+    if not isinstance(value, str):
+        return ""
+    if _fits(value, leaves(model).get(setting), model.model_config):
+        return f"; write {value} without quotes"
+    return did_you_mean(value, words_of(annotation_of(model, setting.partition("[")[0])))
+
+
+def _inside(section: str) -> str:
+    """Returns the end of the sentence for a section that has a value: the settings in it that are probably meant, or nothing."""
+    return f"; did you mean {_either(ELSEWHERE[section])}?" if section in ELSEWHERE else ""
+
+
+def _fits(text: str, field: FieldInfo | None, config: ConfigDict) -> bool:
+    """Returns whether ``text`` without its quotes is a number, true or false, and right for the setting."""
+    if field is None or not text.strip() or "\n" in text:
+        return False
+    accepted: Any = Annotated[field.annotation, *field.metadata]
+    with suppress(ValueError, OverflowError, RecursionError):  # TOML and pydantic raise all of them for the worst texts
+        value = tomllib.loads(f"value = {text}")["value"]
+        TypeAdapter(accepted, config=config).validate_python(value)
+        return isinstance(value, int | float)
+    return False
+
+
+def _either(settings: Iterable[str]) -> str:
+    return " or ".join(map(repr, settings))
 
 
 def source_of(file: str, options: Iterable[str]) -> Where:
@@ -145,7 +186,7 @@ def unknown(setting: str, model: Model, typed: str = "", also: Iterable[str] = (
     section = wanted.rpartition(".")[0]
     beside = [name.rpartition(".")[2] for name in known if section and name.rpartition(".")[0] == section]
     if near:
-        hint = f"did you mean {' or '.join(repr(option_of(name) if typed else name) for name in near)}?"
+        hint = f"did you mean {_either(option_of(name) if typed else name for name in near)}?"
     elif beside:
         hint = f"{f'[[{section[:-2]}]]' if '[]' in section else f'[{section}]'} has {', '.join(beside)}"
     else:
@@ -161,21 +202,22 @@ def option_of(setting: str) -> str:
 def nearest(setting: str, known: Sequence[str]) -> tuple[str, ...]:
     """Returns the known settings that are probably meant by ``setting``: one, rarely two, or none.
 
-    One whose whole name ends ``setting`` comes first, then one with the same last part (the right name in a wrong section), then what
-    other trainers call so.  Next comes one of the same section whose last part is spelt alike, then one that is spelt alike as a whole,
-    then one whose last part is.  Without a section the last two change places, and with a known one the likeness must be greater.
+    One whose whole name ends ``setting`` comes first, then what newcomers call just so, then one with the same last part (the right name
+    in a wrong section), then what other trainers call so.  Next comes one of the same section whose last part is spelt alike, then one
+    that is spelt alike as a whole, then one whose last part is.  Without a section the last two change places, and with a known one the
+    likeness must be greater.
     """
     section, _, last = setting.rpartition(".")
     parts = setting.split(".")
     if inner := next((tail for at in range(1, len(parts) - 1) if (tail := ".".join(parts[at:])) in known), ""):
         return (inner,)
     by_last = {name.rpartition(".")[2]: (name,) for name in reversed(known)}
-    if found := by_last.get(last) or ELSEWHERE.get(last):
+    if found := ELSEWHERE.get(setting) or by_last.get(last) or ELSEWHERE.get(last):
         return found
     beside = {part: names for part, names in by_last.items() if section and names[0].rpartition(".")[0] == section}
     ours = {section, *(name for names in beside.values() for name in names)} if beside else set()  # a common section is no likeness
     others = {name: (name,) for name in known if name not in ours}
-    tried: list[tuple[str, Mapping[str, tuple[str, ...]]]] = [(last, beside), (setting, others), (last, by_last | ELSEWHERE)]
+    tried: list[tuple[str, Mapping[str, tuple[str, ...]]]] = [(last, beside), (setting, others), (last, ELSEWHERE | by_last)]
     for wanted, candidates in tried if section else reversed(tried):
         cutoff = 0.7 if beside and candidates is not beside else 0.6
         if match := difflib.get_close_matches(wanted, list(candidates), 1, cutoff):

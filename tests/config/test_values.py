@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.config.sections import Deadlines
-from elastic.config.settings import leaves
+from elastic.config.settings import ELSEWHERE, leaves
 from elastic.errors import JobError
 from elastic.job import Job
 
@@ -105,6 +105,48 @@ def test_a_misspelt_word_is_told_with_the_nearest_one(settings: dict[str, Any], 
     """The control: nothing is near the last two."""
     with pytest.raises(JobError, match=f"^Job: {said}$"):
         job(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("optim.lr = '1e-2'", "optim.lr = '1e-2' must be a finite number; write 1e-2 without quotes"),
+        ("steps = '5'", "steps = '5' must be a whole number; write 5 without quotes"),
+        ("checkpoint.keep_best = 'true'", "checkpoint.keep_best = 'true' must be true or false; write true without quotes"),
+        ("parallel.zero = '1'", "parallel.zero = '1' must be 0, 1, 2 or 3, or 'auto'; write 1 without quotes"),
+        ("optim.lr = 'inf'", "optim.lr = 'inf' must be a finite number"),
+        ("steps = '5 s'", "steps = '5 s' must be a whole number"),
+        ("parallel.zero = '7'", "parallel.zero = '7' must be 0, 1, 2 or 3, or 'auto'"),
+        ("workers = 2", "workers = 2 must be a table of settings; did you mean 'workers.max'?"),
+        ("optim = 'sgd'", "optim = 'sgd' must be a table of settings; did you mean 'optim.kind'?"),
+        ("spikes = 2", "spikes = 2 must be a table of settings"),
+        (
+            "validation.data = 'x'",
+            "unknown setting 'validation.data'; did you mean 'validation.dataset' or 'validation.args'?",
+        ),
+        (
+            "checkpoint.keep = { last = 3 }",
+            "unknown setting 'checkpoint.keep'; did you mean 'checkpoint.keep_last' or 'checkpoint.keep_every' or "
+            "'checkpoint.keep_best' or 'checkpoint.keep_younger'?",
+        ),
+    ],
+)
+def test_what_newcomers_write_is_told_with_what_they_mean(tmp_path: Path, text: str, said: str) -> None:
+    """The controls: what would be wrong without its quotes, too, and a section with no such setting, are told without it."""
+    (tmp_path / "job.toml").write_text(f'name = "a"\nbucket = "/b"\n{text}\n')
+    with pytest.raises(JobError) as refused:
+        Job.load(tmp_path / "job.toml")
+    assert str(refused.value) == f"job.toml: {said}"
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, "9" * 10_000, "1e9999", "=", "\x00", " ", "1\nsteps = 2", "1979-05-27"])
+def test_a_text_that_is_no_number_is_refused_as_text(value: str) -> None:
+    with pytest.raises(JobError, match=r"steps = .* must be a whole number$"):
+        job(steps=value)
+
+
+def test_what_a_suggestion_names_are_settings() -> None:
+    assert {name for names in ELSEWHERE.values() for name in names} <= leaves(Job).keys()
 
 
 @pytest.mark.parametrize("name", [name for name in leaves(Job) if "[]" not in name and name != "faults"])

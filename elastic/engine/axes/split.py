@@ -198,7 +198,7 @@ def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
 
 def _group(module: FSDPModule) -> Any:
     """Returns what FSDP2 gathers and sums together: the parameters of ``module`` that are in no wrapped module below; None without any."""
-    return module._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
+    return module._get_fsdp_state()._fsdp_param_group
 
 
 def _ran(model: nn.Module) -> list[Any]:

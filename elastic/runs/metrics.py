@@ -121,9 +121,11 @@ def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Versi
     store, name, job = run.store, run.job.name, jobs(run)
     found = {version: loss for version, (_, loss) in told.stored(store, name).items() if contains(lineage, version)}
     first = min((version.step for version in found), default=None)
+    begun = (branches.stored(store, name) or {}).get("validation", {}).get("every", 0) if older else 0  # a run that was found left it out
     for place in places(store, name) if older else ():
         asked = job(Version(place.step, place.generation))
-        if (first is None or place.step < first) and asked.validation.every and min(asked.validation.every, asked.steps) <= place.step:
+        every = asked.validation.every or begun
+        if (first is None or place.step < first) and every and min(every, asked.steps) <= place.step:
             for row in _rows_in(store, name, place):
                 if "validation_loss" in row and contains(lineage, version_of(row)):
                     found.setdefault(version_of(row), told.loss_in(row))

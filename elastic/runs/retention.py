@@ -21,6 +21,7 @@ from elastic.report.best import best, comparable
 from elastic.runs import branches, forks, metrics, owed
 from elastic.runs.forks import Reference
 from elastic.runs.owed import Debt
+from elastic.runs.resume import best_of
 from elastic.runs.run import Run
 from storage.checkpoints import Listed
 from storage.errors import Exists, StorageError
@@ -95,9 +96,9 @@ def look(run: Run, keep: Keep, asked: Retain | None = None, now: float | None = 
     default this machine's.
     """
     listed = run.checkpoints.versions()
-    if asked is None:  # it counts on the newest checkpoint only
-        asked = saves.retained(run.standing(0, 0.0))
-        asked = replace(asked, saved=asked.saved[-1:])
+    if asked is None:  # it counts on the newest checkpoint only, and takes the best from what is stored where no journal tells it
+        asked, found = saves.retained(run.standing(0, 0.0)), best_of(run) if keep.best else None
+        asked = replace(asked, saved=asked.saved[-1:], best=found and found.version)
     debts = owed.debts(run, asked.lineage)
     verdict = judge(run, keep, asked, listed, time.time() if now is None else now, owed.needed(debts))
     return Look(listed, max(asked.saved, default=None), debts, verdict)

@@ -108,6 +108,7 @@ IMPORTS = {
                 "elastic.report.best",
                 "elastic.runs.metrics",
                 "elastic.runs.owed",
+                "elastic.runs.resume",
                 "elastic.control.saves",
                 "elastic.protocol.*",
                 "elastic.plan.*",

@@ -67,6 +67,21 @@ def newest(store: ObjectStore, name: str) -> Branch | None:
     return None
 
 
+def lost(store: ObjectStore, name: str) -> bool:
+    """Returns whether a run has checkpoints or branches, but the document of its first branch is gone."""
+    there = (f"{name}/steps", f"{name}/branches")
+    return not store.exists(f"{name}/job.json") and any(store.children(each) for each in there)
+
+
+def check_lost(store: ObjectStore, name: str) -> None:
+    """Raises :class:`JobError` for a run that is :func:`lost`: any job would go on with it."""
+    if lost(store, name):
+        raise JobError(
+            f"{store.full_name(f'{name}/job.json')} is missing, although the run has checkpoints, so nobody knows with which settings they "
+            f"were made; put the file back from a copy, or begin a run of another name with their weights: init = '{name}@latest'"
+        )
+
+
 def stored(store: ObjectStore, name: str) -> dict[str, Any] | None:
     """Returns the job of the newest branch as the run of that name has stored it, or None if there is no such run."""
     found = newest(store, name)

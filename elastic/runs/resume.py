@@ -175,7 +175,8 @@ def _warm(job: Job) -> Start:
     name, which = checkpoint_of(job.init)
     if name == job.name:
         raise JobError(f"init = {job.init!r} names the run itself; name another one, or `elastic train --resume` a step of this run")
-    other = Run.begun(job.replace(name=name, init=""))
+    theirs, store = job.replace(name=name, init=""), ObjectStore.open(job.bucket)
+    other = Run.find(theirs) if branches.lost(store, name) else Run.begun(theirs)  # weights need no settings
     version = checkpoint(other, which)
     if not version.step:
         raise JobError(f"init = {job.init!r}: nothing was trained by then; leave it out")

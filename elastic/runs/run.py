@@ -69,6 +69,7 @@ class Run:
     def open(cls, job: Job) -> Run:
         """Returns the run in order to train it.  The folder belongs to the job from now on.  Raises like :meth:`look`."""
         store = ObjectStore.open(job.bucket)
+        branches.check_lost(store, job.name)
         with suppress(Exists):
             store.put_if_absent(f"{job.name}/job.json", forks.document(job))
         run = cls.look(job)
@@ -79,10 +80,13 @@ class Run:
     def look(cls, job: Job, *, branch: bool = False) -> Run:
         """Returns the run in order to read it, even if it has not begun.  What its job leaves out is as the run began (``going_on``).
 
-        Raises :class:`JobError` if the folder has another trajectory's run.  With ``branch`` it may differ in settings that can change.
+        Raises :class:`JobError` if the folder has another trajectory's run, or one whose ``job.json`` is gone.  With ``branch`` it may
+        differ in settings that can change.
         """
         store = ObjectStore.open(job.bucket)
-        if (there := branches.newest(store, job.name)) is not None:
+        if (there := branches.newest(store, job.name)) is None or there.begun is None:
+            branches.check_lost(store, job.name)
+        if there is not None:
             job = job.going_on(there.job).after(there.earlier)
             found = job.begun_as(there.job)
             if found.digest != job.digest:
@@ -140,6 +144,7 @@ class Run:
         """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket."""
         if (run := cls._found(job)) is not None:
             return run
+        branches.check_lost(ObjectStore.open(job.bucket), job.name)
         what = ", which is a file and not a folder" if os.path.isfile(job.bucket) else ""
         fix = "correct the name or the bucket, or begin the run with `elastic train`"
         raise JobError(f"there is no run {job.name!r} in bucket = {job.bucket!r}{what}; {fix}")

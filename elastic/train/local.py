@@ -258,7 +258,13 @@ class _Local:
     def _save(self, state: State, *, stops: bool = False) -> None:
         """Saves the state, and does what is owed, unless the run ``stops``: then it does that when it goes on."""
         version = state.shard.version
-        if (latest := self.run.latest_claim()) != self.incarnation:
+        if (latest := self.run.latest_claim()) < self.incarnation:
+            gone = self.run.store.full_name(f"{self.run.job.name}/owner/{self.incarnation:06d}.json")
+            raise PlatformGaveUp(
+                f"{gone}, this command's claim, is gone: somebody has deleted it, or the run's folder; {version} is not saved, and this "
+                f"command ends"
+            )
+        if latest != self.incarnation:
             raise PlatformGaveUp(
                 f"another command has taken this run over (owner {latest}; this one is {self.incarnation}): "
                 f"{version} is not saved, and this command ends"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from actors.begin import begin
 from actors.cli import main
-from elastic.errors import PlatformGaveUp
+from actors.launch import launch
+from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -132,3 +134,41 @@ def test_l4_a_rollback_claims_the_run_too(tmp_path: Path) -> None:
     assert (Run.find(run.job).newest(), run.latest_claim(), run.local_process()) == (Version(5, 1), 2, 0)
     assert main(["rollback", str(tmp_path / "job.toml"), "--to", "5", "--force", "--optim.lr", str(run.job.optim.lr / 2)]) == 0
     assert run.latest_claim() == 2, "nothing was to change"
+
+
+@pytest.mark.parametrize("branched", [False, True])
+def test_a_run_whose_job_is_gone_is_refused_before_anything_is_written(tmp_path: Path, branched: bool) -> None:
+    """The judge is the list of all files.  The controls: with the file it goes on; a new name takes its weights."""
+    job, other = toy_job(tmp_path, steps=2), toy_job(tmp_path, steps=4, optim={"lr": 0.5})
+    assert launch(job, local=True, show=lambda _: None).state == "Finished"
+    if branched:
+        job = job.replace(steps=3)
+        assert launch(job, local=True, branch=True, show=lambda _: None).step == 3
+    document = tmp_path / "toy" / "job.json"
+    kept = document.read_bytes()
+    document.unlink()
+    there = sorted(tmp_path.rglob("*"))
+    for asked in (job, other):
+        for words in ({}, {"branch": True}, {"resume": "2"}):
+            with pytest.raises(JobError, match=r"toy/job\.json is missing, although .* put the file back .* init = 'toy@latest'"):
+                launch(asked, local=True, show=lambda _: None, **words)
+    with pytest.raises(JobError, match=r"job\.json is missing"):
+        Run.open(other)
+    assert sorted(tmp_path.rglob("*")) == there
+    assert launch(other.replace(name="warm", init="toy@latest"), local=True, show=lambda _: None).state == "Finished"
+    document.write_bytes(kept)
+    assert launch(job, local=True, show=lambda _: None).step == job.steps
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_local_run_whose_folder_is_deleted_says_so(tmp_path: Path, deleted: bool) -> None:
+    """The control: another command has claimed the run."""
+    job = toy_job(tmp_path, steps=2)
+
+    def show(line: object) -> None:
+        if getattr(line, "step", 0) == 1:
+            shutil.rmtree(tmp_path / "toy") if deleted else Run.find(job).claim("elsewhere")
+
+    why = r"toy/owner/000001\.json, this command's claim, is gone" if deleted else "another command has taken this run over"
+    with pytest.raises(PlatformGaveUp, match=why):
+        launch(job, local=True, show=show)

@@ -30,13 +30,14 @@ def ls(job: Job) -> int:
     run = Run.begun(job)
     found = retention.look(run, job.keep())
     kept = found.verdict.kept
-    ruled = job.keep().last > 0 or any({"branch", "owed"}.intersection(names) for names in kept.values())
+    left = {version: why for version, why in retention.needed(run).items() if version not in kept}
+    ruled = job.keep().last > 0 or bool(left) or any({"branch", "owed"}.intersection(names) for names in kept.values())
     table = Table("step", "generation", "files", "bytes", "layout", "written", "state", *(["kept by"] if ruled else []))
     for each in found.listed:
         version, files = each.version, each.manifest.files if each.manifest else ()
         layout = "×".join(str(n) for n in each.manifest.about["layout"].values()) if each.manifest else ""
         size = f"{sum(file.size for file in files):,}"
-        names = ", ".join(name for name in kept.get(version, ()) if name != "newest")
+        names = ", ".join(name for name in kept.get(version, ()) if name != "newest") or left.get(version, "")
         row = (
             str(version.step),
             str(version.generation),

@@ -19,7 +19,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
 from elastic.protocol.lineage import Lineage, extended
-from elastic.runs import branches
+from elastic.runs import branches, forks
 from elastic.runs.branches import Before
 from elastic.runs.retention import Retention, collect
 from elastic.runs.run import Run
@@ -298,6 +298,22 @@ def test_rm_deletes_the_checkpoint_of_the_present_line_and_one_that_was_left_beh
         with pytest.raises(JobError, match=f"--step .*{named}.*{why}"):
             checkpoint_commands.rm(run.job, named, force=False)
     assert there() == ["1.1", "2.1", "4.2", "5.1", "9.2"]
+
+
+def test_ls_says_for_which_run_a_checkpoint_that_was_left_behind_stays(
+    ended: Callable[..., tuple[Run, list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The controls: a column only where there is something to say, and nothing for the one that nobody needs."""
+    run, _ = ended()
+    branches.begin(run.store, run.job, Before(run.job, until=1), Version(2, 1), 0.0)
+    run.commit(Version(3, 2), write(run.checkpoints, Version(3, 2), STATE, 1), ((1, 2), (2, 3)), Layout())
+    other = run.job.replace(name="f")
+    run.store.put("f/job.json", forks.document(other, origin={"run": "toy", "step": 5, "generation": 1}))
+    forks.make_sure(run.store, other, forks.origin_of(run.store, "f"))
+    assert checkpoint_commands.ls(run.job) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    kept = {(int(row[1]), int(row[2])): " ".join(row[-2].split()) for row in rows if row[1].strip().isdecimal()}
+    assert kept[5, 1] == "run 'f'" and kept[4, 1] == kept[6, 1] == "" and "branch" in kept[2, 1]
 
 
 def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple[Run, list[str]]]) -> None:

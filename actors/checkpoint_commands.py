@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.table import Column, Table
@@ -21,7 +23,7 @@ from elastic.runs import branches, forks, retention
 from elastic.runs.quarantine import held_in
 from elastic.runs.run import Run
 from storage.checkpoints import EXPORTED, Manifest
-from storage.errors import Exists
+from storage.errors import Exists, StorageError
 from storage.slices import Tensor, nbytes
 
 
@@ -276,6 +278,8 @@ def export(job: Job, step: int | None, folder: Path) -> int:
     return 0
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a write for which there is no room."""
 LIVES = (
     "after each save its coordinator deletes what checkpoint.keep_last and the others do not keep; `elastic stop` stops it, or wait for "
     "its end"
@@ -285,12 +289,29 @@ LIVES = (
 
 def _delete(run: Run, versions: Sequence[Version], why: str, claim: int) -> None:
     try:
-        retention.mark(run, versions, why, claim)
+        for version in versions:
+            with _told_if_full(run, version):
+                retention.mark(run, [version], why, claim)
         for version in versions:
             stays = retention.remove(run, [version], claim)
             say(f"{version} stays: a fork has begun to need it" if stays else f"{version} is deleted")
     except Exists:
         raise PlatformGaveUp(f"another command has begun to train {run.job.name} meanwhile; what is left is as its rules say") from None
+
+
+@contextmanager
+def _told_if_full(run: Run, version: Version) -> Iterator[None]:
+    """Says which folder may be removed by hand if the bucket is too full for the mark with which a deletion begins."""
+    try:
+        yield
+    except StorageError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in FULL:
+            raise
+        folder = run.store.full_name(run.checkpoints.folder(version))
+        raise PlatformGaveUp(
+            f"the bucket is full, so that not even the mark with which a deletion begins can be written; nothing needs {version}: remove "
+            f"its folder by hand ({folder}), and give the same command again"
+        ) from error
 
 
 def at_rest(job: Job, force: bool, lives: str) -> tuple[Run, int]:

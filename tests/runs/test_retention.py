@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -314,6 +316,39 @@ def test_ls_says_for_which_run_a_checkpoint_that_was_left_behind_stays(
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     kept = {(int(row[1]), int(row[2])): " ".join(row[-2].split()) for row in rows if row[1].strip().isdecimal()}
     assert kept[5, 1] == "run 'f'" and kept[4, 1] == kept[6, 1] == "" and "branch" in kept[2, 1]
+
+
+class Full(Forwarding):
+    """Takes nothing, as a folder for which there is no room, or for another reason."""
+
+    why = errno.ENOSPC
+
+    def put_if_absent(self, key: str, data: object) -> None:
+        raise Unavailable(key, "no") from OSError(self.why, "no")
+
+
+def test_a_bucket_without_room_for_a_mark_names_a_folder_that_may_go(
+    ended: Callable[..., tuple[Run, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The judge is the run once that folder was removed.  The control: another failure of the bucket is told as it is."""
+    run, _ = ended(checkpoint={"keep_last": 2})
+    full, opened = Full(run.store), ObjectStore.open
+    for command in (
+        lambda: checkpoint_commands.gc(run.job, dry=False, force=False),
+        lambda: checkpoint_commands.rm(run.job, "2", force=False),
+    ):
+        monkeypatch.setattr(ObjectStore, "open", lambda url: full)
+        with pytest.raises(PlatformGaveUp, match=r"the bucket is full, .*by hand") as refused:
+            command()
+        monkeypatch.setattr(ObjectStore, "open", opened)
+        found = re.search(r"by hand \((.*)\)", str(refused.value))
+        assert found is not None
+        shutil.rmtree(found[1])
+    assert [each.version.step for each in run.checkpoints.versions()] == [3, 4, 5, 6] and run.newest() == Version(6, 1)
+    full.why = errno.EIO
+    monkeypatch.setattr(ObjectStore, "open", lambda url: full)
+    with pytest.raises(Unavailable):
+        checkpoint_commands.rm(run.job, "3", force=False)
 
 
 def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple[Run, list[str]]]) -> None:

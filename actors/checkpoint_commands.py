@@ -54,13 +54,13 @@ def ls(job: Job) -> int:
     return 0
 
 
-def show(job: Job, step: int | None, quarantine: bool = False) -> int:
+def show(job: Job, step: str | None, quarantine: bool = False) -> int:
     """Prints what the checkpoint of ``step`` is, or the newest good one: its history, its files, and its tensors by kind.
 
     With ``quarantine`` it prints its samples in quarantine instead, oldest first.
     """
     run = Run.begun(job)
-    version = run.version_at(step)
+    version = _version_at(run, step)
     reader = run.checkpoints.open(version)
     held = held_in(reader)
     if quarantine:
@@ -113,7 +113,7 @@ def _written(manifest: Manifest | None) -> str:
     return "" if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-def diff(job: Job, steps: Sequence[int], every: bool, top: int) -> int:
+def diff(job: Job, steps: Sequence[str], every: bool, top: int) -> int:
     """Prints how far each parameter has moved between the checkpoints of two steps, the one that moved most first.
 
     With ``every``, moments and buffers too.  ``top`` is the largest number of tensors that are listed, 0 for all.
@@ -121,7 +121,7 @@ def diff(job: Job, steps: Sequence[int], every: bool, top: int) -> int:
     from elastic.state.difference import compare
 
     run = Run.begun(job)
-    first, second = (run.checkpoints.open(run.version_at(step)) for step in steps)
+    first, second = (run.checkpoints.open(_version_at(run, step, "--between")) for step in steps)
     found = compare(first, second, ("",) if every else ("parameter",))
     listed = sorted(found.moved, key=lambda each: (not any(each.strange), -each.part))
     table = Table(
@@ -159,13 +159,11 @@ def rm(job: Job, which: str, force: bool) -> int:
     ``which`` is a step, or a step and a generation with a dot between them.  Raises :class:`JobError` if there is none, or if the run goes
     on from there or from before, or a branch does, and :class:`PlatformGaveUp` if the run may live, unless ``force``.
     """
-    if not re.fullmatch(r"\d+(\.\d+)?", which):
-        raise JobError(f"--step = {which!r} must be a step, as 400, or a step and its generation, as 400.3")
+    step, generation = _parsed(which)
     run, claim = at_rest(job, force, LIVES)
-    step, _, generation = which.partition(".")
-    there = [each.version for each in run.checkpoints.at(int(step))]
+    there = [each.version for each in run.checkpoints.at(step)]
     left = _left_behind(run, there)
-    found = [each for each in there if (each.generation == int(generation) if generation else each not in left)]
+    found = [each for each in there if (each.generation == generation if generation is not None else each not in left)]
     if not found and not left:
         raise JobError(f"--step {which}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those that it has")
     if not found:
@@ -176,6 +174,34 @@ def rm(job: Job, which: str, force: bool) -> int:
     if others := [each for each in left if each not in found]:
         say(f"what {job.name} has left behind stays: {_named(others)}; name one so to delete it")
     return 0
+
+
+def _parsed(which: str, setting: str = "--step") -> tuple[int, int | None]:
+    """Returns the step and the generation that a command names, None for the generation of the run's present line."""
+    if not re.fullmatch(r"\d+(\.\d+)?", which):
+        raise JobError(f"{setting} = {which!r} must be a step, as 400, or a step and its generation, as 400.3")
+    step, _, generation = which.partition(".")
+    return int(step), int(generation) if generation else None
+
+
+def _version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
+    """Returns the good checkpoint that a command names, or the newest one.
+
+    Raises :class:`JobError` if there is none, which names those that the run has left behind at that step.
+    """
+    if which is None:
+        return run.version_at(None)
+    step, generation = _parsed(which, setting)
+    good = [each.version for each in run.checkpoints.at(step) if each.good]
+    if generation is not None and Version(step, generation) in good:
+        return Version(step, generation)
+    try:
+        if generation is None:
+            return run.version_at(step)
+        raise JobError(f"{setting} {which}: {run.job.name} has no such good checkpoint; `elastic checkpoint ls` lists those that it has")
+    except JobError as error:
+        left = ", ".join(f"{each.step}.{each.generation}" for each in _left_behind(run, good))
+        raise JobError(f"{error}; it has left behind {left}" if left else str(error)) from None
 
 
 def _left_behind(run: Run, versions: Sequence[Version]) -> list[Version]:
@@ -255,22 +281,22 @@ def _release(run: Run, dry: bool, claim: int) -> None:
         say(f"{each.version} {then}, which is not there or does not go on from it{again}")
 
 
-def verify(job: Job, step: int | None) -> int:
+def verify(job: Job, step: str | None) -> int:
     """Checks every digest of the checkpoint of ``step``, or of the newest good one.  Returns 1 if it is not good."""
     run = Run.begun(job)
-    report = run.checkpoints.verify(run.version_at(step))
+    report = run.checkpoints.verify(_version_at(run, step))
     say(str(report))
     return 0 if report.good else 1
 
 
-def export(job: Job, step: int | None, folder: Path) -> int:
+def export(job: Job, step: str | None, folder: Path) -> int:
     """Writes the whole tensors of a checkpoint to ``folder``.  Raises :class:`JobError` if it has such files or cannot be written."""
     run = Run.begun(job)
     there = [name for name in EXPORTED if (folder / name).exists()]
     if there:
         raise JobError(f"--to = {str(folder)!r} has {' and '.join(there)} already, perhaps of another step; name a new folder")
     try:
-        written = run.checkpoints.export(run.version_at(step), folder)
+        written = run.checkpoints.export(_version_at(run, step), folder)
     except OSError as error:  # an error of the bucket would be a StorageError
         raise JobError(f"--to = {str(folder)!r} is not a folder that can be written: {error.strerror}; name a new folder") from error
     for path in written:

@@ -207,11 +207,11 @@ def _add_checkpoint(parsers: Any) -> None:
     show = _takes_job(parsers, "show", commands.checkpoint_show, "tell what a checkpoint is: files, tensors, layout, history")
     show.add_argument("--quarantine", action="store_true", help="list its samples in quarantine ([spikes]) instead")
     diff = _takes_job(parsers, "diff", commands.checkpoint_diff, "tell how far each tensor has moved between two checkpoints")
-    diff.add_argument("--between", type=int, nargs=2, metavar="STEP", required=True, help="steps of the two checkpoints")
+    diff.add_argument("--between", nargs=2, metavar="STEP", required=True, help="steps of the two checkpoints")
     diff.add_argument("--all", action="store_true", help="compare moments and buffers, too")
     diff.add_argument("--top", type=int, default=20, help="number of tensors that are listed, those that moved most (default: 20; 0: all)")
     verify = _takes_job(parsers, "verify", commands.checkpoint_verify, "check every digest of a checkpoint")
     export = _takes_job(parsers, "export", commands.checkpoint_export, "write whole tensors as plain safetensors")
     for command in (show, verify, export):
-        command.add_argument("--step", type=int, help="step of the checkpoint (default: the newest good one)")
+        command.add_argument("--step", help="step of the checkpoint, or STEP.GENERATION of one left behind (default: the newest good one)")
     export.add_argument("--to", type=Path, required=True, help="folder to write to")

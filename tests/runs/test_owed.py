@@ -236,7 +236,7 @@ def test_what_is_owed_is_what_the_run_has_recorded_whatever_the_job_file_says(ca
         assert owed_command.owed(job, pay=False) == 0
         assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if "export" in line] == ["10", "20"]
         assert checkpoint_commands.ls(job) == 0 and capsys.readouterr().out.count("owed") == 2
-        assert checkpoint_commands.show(job, 10) == 0 and "kept by     owed" in capsys.readouterr().out
+        assert checkpoint_commands.show(job, "10") == 0 and "kept by     owed" in capsys.readouterr().out
         assert checkpoint_commands.gc(job, dry=True, force=True) == 0
         deleted = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
         assert deleted == [8, 12, 14, 16, 18, 22, 24], "10 and 20, and the last two, stay"
@@ -330,7 +330,7 @@ def test_an_export_has_the_bytes_of_the_command(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / f"{PARTIAL}1234").write_bytes(b"of a process that died")
     pay(run, run.job, debt)
-    assert checkpoint_commands.export(run.job, 10, tmp_path / "by-hand") == 0
+    assert checkpoint_commands.export(run.job, "10", tmp_path / "by-hand") == 0
     found = owed.result(run, debt)
     assert [path.name for path in (tmp_path / "bucket" / "toy" / "exports").rglob("*.*")] == ["model.safetensors"], "a part is cleared"
     there, expected = run.store.get(found["place"]), (tmp_path / "by-hand" / "model.safetensors").read_bytes()

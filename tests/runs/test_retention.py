@@ -302,6 +302,29 @@ def test_rm_deletes_the_checkpoint_of_the_present_line_and_one_that_was_left_beh
     assert there() == ["1.1", "2.1", "4.2", "5.1", "9.2"]
 
 
+def test_a_checkpoint_that_was_left_behind_can_be_looked_at_when_it_is_named(
+    ended: Callable[..., tuple[Run, list[str]]], tmp_path: Path
+) -> None:
+    """The control: a step without a generation is that of the present line."""
+    run, said = ended()
+    branches.begin(run.store, run.job, Before(run.job, until=1), Version(2, 1), 0.0)
+    run.commit(Version(3, 2), write(run.checkpoints, Version(3, 2), STATE, 1), ((1, 2), (2, 3)), Layout())
+    for named, version in (("5.1", Version(5, 1)), ("3.1", Version(3, 1)), ("3", Version(3, 2)), (None, Version(3, 2))):
+        assert checkpoint_commands.show(run.job, named) == 0
+        assert str(version) in said
+        said.clear()
+        assert checkpoint_commands.verify(run.job, named) == 0 and str(version) in said[-1]
+        assert checkpoint_commands.export(run.job, named, tmp_path / f"to-{named}") == 0
+    assert checkpoint_commands.diff(run.job, ["3.1", "3"], every=False, top=0) == 0
+    for named, why in (
+        ("5", r"no good checkpoint at step 5 .*it has left behind 5\.1"),
+        ("5.2", r"left behind 5\.1"),
+        ("x", "--step = 'x'"),
+    ):
+        with pytest.raises(JobError, match=why):
+            checkpoint_commands.verify(run.job, named)
+
+
 def test_ls_says_for_which_run_a_checkpoint_that_was_left_behind_stays(
     ended: Callable[..., tuple[Run, list[str]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,7 +437,7 @@ def test_ls_says_what_keeps_a_checkpoint(ended: Callable[..., tuple[Run, list[st
     rows = [re.split(r" *│ *", line)[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     found = {row[0]: (row[6], row[7]) for row in rows}
     assert {row[0]: row[5] for row in rows} == {step: at[:16] for step, at in times.items()}
-    assert checkpoint_commands.show(run.job, 2) == 0 and said[:2] == ["step 2 of generation 1", times["2"]]
+    assert checkpoint_commands.show(run.job, "2") == 0 and said[:2] == ["step 2 of generation 1", times["2"]]
     assert found["1"] == ("being deleted", "") and found["2"] == ("complete", "") and found["3"] == ("complete", "every")
     assert found["5"] == ("complete", "last") and found["6"] == ("newest complete", "last, every")
     assert ObjectStore.open(run.job.bucket).exists(f"{run.checkpoints.folder(Version(2, 1))}/MANIFEST.json")

@@ -67,9 +67,11 @@ class Run:
 
     @classmethod
     def open(cls, job: Job) -> Run:
-        """Returns the run in order to train it.  The folder belongs to the job from now on.  Raises like :meth:`look`."""
+        """Returns the run in order to train it.  The folder belongs to the job from now on.  Raises like :meth:`look`.
+
+        Whoever begins has looked before: here a missing ``job.json`` is written.
+        """
         store = ObjectStore.open(job.bucket)
-        branches.check_lost(store, job.name)
         with suppress(Exists):
             store.put_if_absent(f"{job.name}/job.json", forks.document(job))
         run = cls.look(job)

@@ -153,7 +153,7 @@ def test_a_run_whose_job_is_gone_is_refused_before_anything_is_written(tmp_path:
             with pytest.raises(JobError, match=r"toy/job\.json is missing, although .* put the file back .* init = 'toy@latest'"):
                 launch(asked, local=True, show=lambda _: None, **words)
     with pytest.raises(JobError, match=r"job\.json is missing"):
-        Run.open(other)
+        Run.look(other)
     assert sorted(tmp_path.rglob("*")) == there
     assert launch(other.replace(name="warm", init="toy@latest"), local=True, show=lambda _: None).state == "Finished"
     document.write_bytes(kept)

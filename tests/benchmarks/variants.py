@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -153,7 +154,7 @@ def main() -> int:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--steps", type=int, default=306, help="65,536 tokens each")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", Path(__file__).parent / "results")))
     parser.add_argument("--draw", action="store_true")
     options = parser.parse_args()
     if options.draw:

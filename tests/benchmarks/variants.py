@@ -4,7 +4,8 @@
     python -m tests.benchmarks.variants --draw FILE ...                              # the figure of some results
 
 NAME is one of ``fp32``, ``bf16``, ``fp16``, ``fp8``; ``frozen`` (fp8 with one scale for all tensors, which must be wrong); ``zero-0`` to
-``zero-3``, on ``--world`` GPUs; ``offload``; and the optimizers ``adam``, ``sgd``, ``adagrad``, ``rmsprop`` and ``muon``.
+``zero-3``; ``offload``; and the optimizers ``adam``, ``sgd``, ``adagrad``, ``rmsprop`` and ``muon``.  If there are fewer GPUs than
+``--world``, workers share them.  Several of these programs may run at once, with other names.
 All begin with the same weights and see the same samples.  Exits with 1 if stages of ZeRO or offloading gave other bits than the first of
 them, if fp8 ended more than 1 % from bf16, or if ``frozen`` did not.
 """
@@ -26,13 +27,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from actors import cluster
 from actors.launch import launch
 from elastic.data.prepare import prepare
 from elastic.engine import fp8, fp8_weights
 from elastic.job import Job
 from elastic.models import llama
 from elastic.report.story import Line, Sentence, StepLine
+from tests.benchmarks.unattended import start
 
 ONE_SCALE = 2.0**-6
 """The scale of every tensor of ``frozen``: weights of 0.02 become numbers that E4M3 does not have."""
@@ -169,7 +170,7 @@ def main() -> int:
         card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         made = f"{card}, torch {torch.__version__}, {date.today()} {commit}"
         about = f"Llama, 99.5 M parameters, {summary.tokens / 1e6:.1f} M bytes of text; {made}"
-        cluster.connect("local")
+        start(options.world)
         for name in options.names:
             rows[name] = train(job_of(folder, name, options))
             print(f"{name:8} {rows[name].get('last', rows[name].get('failed'))} {rows[name].get('seconds', '')}", flush=True)

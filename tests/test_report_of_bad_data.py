@@ -79,6 +79,24 @@ def test_g1_l2_the_page_says_why_each_step_was_skipped(tmp_path: Path) -> None:
     assert Absent.of(spiky(tmp_path / "good" / "bucket", {})).said.endswith("it ended as Finished")
 
 
+def test_g1_l2_spikes_that_were_only_warned_of_are_counted(tmp_path: Path) -> None:
+    """G1, L2: the judge is the sentence about each of them.  The control: a run of the same samples that skips them."""
+    _, high = drawn_by(tmp_path, WINDOW + 2, Layout(1, 1), 0)
+    for action in ("warn", "skip"):
+        (tmp_path / action).mkdir()
+        job = spiky(tmp_path / action, {high: 1e3}, spikes={"action": action})
+        told, error = local(job)
+        run, warns = Run.open(job), action == "warn"
+        steps = [int(text.split()[1]) for text in told if " is a spike: its loss" in text]
+        assert not error and bool(steps) == warns
+        assert [row["step"] for row in rows_of(run) if row.get("spike") and not row["skipped"]] == steps
+        words = f"{len(steps)} {'step was a spike' if len(steps) == 1 else 'steps were spikes'} (warned): {', '.join(map(str, steps))}"
+        assert told[-1].endswith(f"steps are done; {words}") == warns
+        assert Absent.of(run.job).said.endswith(f"it ended as Finished; {words}") == warns
+        page = page_in(run)
+        assert page.tiles.get("Spikes (warned)") == (str(len(steps)) if warns else None) and ("Skipped steps" in page.tiles) != warns
+
+
 def test_of_fp16_only_what_no_scale_changes_counts() -> None:
     """The control is another precision."""
     row: dict[str, Any] = {"step": 1, "skipped": 1, "norm": math.nan, "loss": 1.0}

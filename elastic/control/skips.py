@@ -1,5 +1,6 @@
 """Skipped steps: their gradient is not finite, or they are spikes, so no member changes weights or moments; training goes on with the next
-samples.  Beside them stand the samples that are in quarantine because of such steps.
+samples.  Beside them stand the samples that are in quarantine because of such steps, and the steps that ``spikes.action = "warn"`` only
+warned of.
 
 Which steps were skipped is a value, :class:`Skips`, and each commit that tells of one replaces it.  So a coordinator that takes over, and a
 run that is resumed, go on where the last one was.  Steps that are given up are taken out again, and count anew when they are computed anew.
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Self
 
 from elastic.control.rules import WatchRule
 from elastic.protocol.commit_record import Outcome, Spike
@@ -24,13 +26,49 @@ SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Skips:
-    """The steps of the lineage that were skipped."""
+class Steps:
+    """Steps of the lineage by their numbers.  Of very many, only how many they are is known of the oldest."""
 
     stretches: tuple[tuple[int, int], ...] = ()
     """The first and the last step of each stretch of steps in a row, oldest first."""
     earlier: int = 0
     """The number of steps in stretches that are not kept any more."""
+
+    @property
+    def total(self) -> int:
+        return self.earlier + sum(last - first + 1 for first, last in self.stretches)
+
+    @property
+    def last(self) -> int:
+        """The newest of the steps; 0 without any."""
+        return max((last for _, last in self.stretches), default=0)
+
+    @property
+    def named(self) -> str:
+        """The newest of the steps, as a sentence names them."""
+        shown = ", ".join(_steps(*each) for each in self.stretches[-SHOWN:])
+        return f"the last of them {shown}" if self.earlier or len(self.stretches) > SHOWN else shown
+
+    def cut(self, step: int) -> Self:
+        """Returns the steps up to ``step``; those after it were given up."""
+        return replace(self, stretches=tuple((first, min(last, step)) for first, last in self.stretches if first <= step))
+
+    def with_step(self, step: int) -> Self:
+        """Returns the steps with one more."""
+        joined = list[tuple[int, int]]()
+        for first, last in sorted((*self.stretches, (step, step))):
+            if joined and first <= joined[-1][1] + 1:
+                joined[-1] = joined[-1][0], max(joined[-1][1], last)
+            else:
+                joined.append((first, last))
+        old = sum(last - first + 1 for first, last in joined[:-KEPT])
+        return replace(self, stretches=tuple(joined[-KEPT:]), earlier=self.earlier + old)
+
+
+@dataclass(frozen=True)
+class Skips(Steps):
+    """The steps that were skipped, and what is known beside them."""
+
     spikes: tuple[int, ...] = ()
     """The steps that were skipped because they were spikes; of many, the newest."""
     quarantined: tuple[tuple[int, int], ...] = ()
@@ -43,29 +81,34 @@ class Skips:
     """The step at which the run was resumed last: a row of steps that ends the run begins after it."""
     failed: str = ""
     """The sentence about the row of steps that ends the run as failed; "" if there is none."""
-
-    @property
-    def total(self) -> int:
-        return self.earlier + sum(last - first + 1 for first, last in self.stretches)
+    warned: Steps = Steps()
+    """The steps that were spikes and counted all the same."""
+    would_leave_out: Steps = Steps()
+    """The steps that counted with all their microbatches, some of which would have been left out if the run did more than warn."""
 
     @property
     def summary(self) -> str:
-        """The sentence with the number of steps; "" if none was skipped."""
-        apart = f"{_samples(len(self.quarantined))} in quarantine" if self.quarantined else ""
-        if not (total := self.total):
-            return apart
-        named = ", ".join(_steps(*each) for each in self.stretches[-SHOWN:])
-        which = f"the last of them {named}" if self.earlier or len(self.stretches) > SHOWN else named
+        """The sentence with the number of steps; "" if there is nothing to say."""
         why = f"because no finite gradient came{' or it was a spike' if self.spikes else ''}"
-        return f"{_number(total)} skipped, {why}: {which}{f'; {apart}' if apart else ''}"
+        warned, kept = self.warned.total, self.would_leave_out.total
+        told = [
+            f"{_number(self.total)} skipped, {why}: {self.named}" if self.total else "",
+            f"{_number(warned)} {'a spike' if warned == 1 else 'spikes'} (warned): {self.warned.named}" if warned else "",
+            f"{kept} {'step' if kept == 1 else 'steps'} had microbatches that would be left out (warned): {self.would_leave_out.named}"
+            if kept
+            else "",
+            f"{_samples(len(self.quarantined))} in quarantine" if self.quarantined else "",
+        ]
+        return "; ".join(filter(None, told))
 
     def cut(self, step: int) -> Skips:
         """Returns the skips up to ``step``; the steps after it were given up."""
-        if max((last for _, last in self.stretches), default=0) <= step >= max((since for _, since in self.quarantined), default=0):
+        if max(self.last, self.warned.last, self.would_leave_out.last, *(since for _, since in self.quarantined)) <= step:
             return self
         return replace(
-            self,
-            stretches=tuple((first, min(last, step)) for first, last in self.stretches if first <= step),
+            super().cut(step),
+            warned=self.warned.cut(step),
+            would_leave_out=self.would_leave_out.cut(step),
             spikes=tuple(each for each in self.spikes if each <= step),
             quarantined=tuple((sample, since) for sample, since in self.quarantined if since <= step),
         )
@@ -92,17 +135,6 @@ class Skips:
         found = replace(self.cut(step), resumed=step, failed="")
         return replace(found, quarantined=()) if forgets else found
 
-    def with_step(self, step: int) -> Skips:
-        """Returns the skips with one more step, which was skipped."""
-        joined = list[tuple[int, int]]()
-        for first, last in sorted((*self.stretches, (step, step))):
-            if joined and first <= joined[-1][1] + 1:
-                joined[-1] = joined[-1][0], max(joined[-1][1], last)
-            else:
-                joined.append((first, last))
-        old = sum(last - first + 1 for first, last in joined[:-KEPT])
-        return replace(self, stretches=tuple(joined[-KEPT:]), earlier=self.earlier + old)
-
 
 def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tuple[Skips, str]:
     """Returns what is known after ``outcome``, and the sentence about it if its step counts as skipped, else "".
@@ -116,11 +148,13 @@ def note(skips: Skips, outcome: Outcome, rule: WatchRule, *, ends: bool) -> tupl
     apart = f"; samples {_listed(outcome.quarantined)} are in quarantine from now on" if new else ""
     if outcome.applies or (outcome.rescales and not strange):
         parts = [f"is a spike: {_height(outcome, outcome.spike)}"] if outcome.spike else []
+        skips = replace(skips, warned=skips.warned.with_step(outcome.step)) if outcome.spike else skips
         if outcome.left_out:
             parts.append(
                 f"leaves out {_bad(outcome, outcome.left_out)}: above {outcome.most_loss:.4g} no loss counts (spikes.microbatch_z)"
             )
         if warned := outcome.warned:
+            skips = replace(skips, would_leave_out=skips.would_leave_out.with_step(outcome.step))
             whole = "be skipped, since it would " if 2 * len(warned) > len(outcome.losses) else ""
             limit = f"above {outcome.warned_loss:.4g} no loss would count (spikes.microbatch_z)"
             parts.append(f"would {whole}leave out {_bad(outcome, warned)}: {limit}, but spikes.action = 'warn' changes nothing")

@@ -30,7 +30,8 @@ The first step of a new world also has an "event": the sentence that says why th
 VALIDATION = ("validation_loss", "validation_terms", "validation_data")
 """The names of the numbers of a validation."""
 COLUMNS = (
-    *("step", "final", "generation", "time", "loss", "norm", "lr", "tokens", "skipped", "left_out", "quarantined", "world"),
+    *("step", "final", "generation", "time", "loss", "norm", "lr", "tokens", "skipped", "spike", "left_out", "would_leave_out"),
+    *("quarantined", "world"),
     *(*VALIDATION, "step_s", "tokens_per_s", "data_wait", "mfu", "causal_mfu", "peak_bytes", "reserved_bytes"),
     *("copied_through", "buddied_through", "event"),
 )
@@ -58,6 +59,8 @@ def row_of(at: float, outcome: Outcome, lr: float, work: Work | None = None, wor
     known |= {"mfu": speed.mfu, "causal_mfu": speed.causal_mfu}
     row |= {name: value for name, value in known.items() if value or (name == "data_wait")}
     row |= {"left_out": len(outcome.left_out)} if outcome.left_out or leaves_out else {}
+    row |= {"spike": 1} if outcome.spike else {}
+    row |= {"would_leave_out": len(outcome.warned)} if outcome.warned else {}
     row |= {"quarantined": len(outcome.quarantined)} if outcome.quarantined else {}
     copied = {"copied_through": outcome.copied_through, "buddied_through": outcome.buddied_through}
     return row | {name: step for name, step in copied.items() if step >= 0}
@@ -198,9 +201,10 @@ def row_from(line: str) -> Row:
 
 
 def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the rows as CSV, with a column for each name that any of them has."""
+    """Returns the rows as CSV, with a column for each name that any of them has; without rows, the names of all that a step may have."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, in_order({name for row in rows for name in row}), lineterminator="\n")
+    names = {name for row in rows for name in row} if rows else COLUMNS
+    writer = csv.DictWriter(text, in_order(names), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

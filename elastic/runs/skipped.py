@@ -1,4 +1,4 @@
-"""The sentence about the steps that a run at rest has skipped and what it left out, from its rows and its newest checkpoint."""
+"""The sentence about the steps that a run at rest has skipped, warned of or cut, from its rows and its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from elastic.runs.metrics import rows_of
 from elastic.runs.quarantine import held_in
 from elastic.runs.run import LOCAL, Run
 
+SHORT = ("step", "skipped", "spike", "left_out", "would_leave_out", "norm", "loss")
+"""The numbers of a step that are counted here."""
+
 
 def sentence(run: Run, known: Skips) -> str:
-    """Returns the sentence about skipped steps, samples in quarantine and microbatches that were left out; "" if there is none.
+    """Returns the sentence about skipped steps, spikes that were warned of, samples in quarantine and microbatches that were left out; ""
+    if there is none.
 
     ``known`` is what the journal says.  One process alone (``--local``) writes none, so its rows are counted.
     """
@@ -39,12 +43,16 @@ def skips_in(rows: Iterable[Row], *, fp16: bool) -> Skips:
     """
     found = Skips()
     for row in rows:
+        step = int(row["step"])
         if row.get("skipped") == 1:
-            step, spike = int(row["step"]), isfinite(row["norm"])
+            spike = isfinite(row["norm"])
             if spike or not fp16 or not isfinite(row["loss"]):
                 found = replace(found.with_step(step), spikes=(*found.spikes, step) if spike else found.spikes)
+            continue
+        found = replace(found, warned=found.warned.with_step(step)) if row.get("spike") == 1 else found
+        found = replace(found, would_leave_out=found.would_leave_out.with_step(step)) if row.get("would_leave_out") else found
     return found
 
 
 def _short(row: Row) -> Row:
-    return {name: row[name] for name in ("step", "skipped", "left_out", "norm", "loss") if name in row}
+    return {name: row[name] for name in SHORT if name in row}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elastic.control import codec
 from elastic.control.rules import WatchRule
 from elastic.control.run import Failed, Finished, Finishing, Running, RunState, Stopping
-from elastic.control.skips import KEPT, Skips, note
+from elastic.control.skips import KEPT, Skips, Steps, note
 from elastic.ids import Version, WorkerId
 from elastic.protocol.actions import Pause
 from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome, Spike
@@ -81,7 +81,9 @@ def test_what_would_be_left_out_is_told_and_nothing_counts_as_skipped() -> None:
     noisy = replace(commit(7, 8.0, 36.0, finite=True), warned_loss=5.0)
     skips, sentence = note(Skips(), noisy, RULE, ends=False)
     limit = "above 5 no loss would count (spikes.microbatch_z), but spikes.action = 'warn' changes nothing"
-    assert sentence == f"step 7 would leave out microbatch 1 (loss 9, samples 72, 73) of 2: {limit}" and skips == Skips()
+    assert sentence == f"step 7 would leave out microbatch 1 (loss 9, samples 72, 73) of 2: {limit}"
+    assert skips == Skips(would_leave_out=Steps(((7, 7),))) and not skips.total
+    assert skips.summary == "1 step had microbatches that would be left out (warned): 7"
     assert said(replace(noisy, warned_loss=1.0)).startswith("step 7 would be skipped, since it would leave out microbatch 0 (loss 2, ")
     assert said(replace(noisy, warned_loss=9.0)) == "" and not said(replace(noisy, warned_loss=None))
     assert codec.decode(Outcome, json.loads(json.dumps(codec.encode(noisy)))) == noisy
@@ -248,9 +250,41 @@ def test_g1_the_sentences_about_a_spike() -> None:
     assert sentence == f"step 7 is skipped and changes no weights: {what}; samples 70, 71 are in quarantine from now on"
     assert skips.quarantined == ((70, 7), (71, 7)) and skips.summary.endswith(": 7; 2 samples are in quarantine")
     told = replace(high, spike=replace(SPIKE, skipped=False))
-    assert note(Skips(), told, RULE, ends=False) == (Skips(), f"step 7 is a spike: {what}")
+    assert note(Skips(), told, RULE, ends=False) == (Skips(warned=Steps(((7, 7),))), f"step 7 is a spike: {what}")
     norm = replace(high, spike=replace(SPIKE, what="norm"), squared_norm=64.0)
     assert "its norm of the gradient, 1, is 9.3" in said(norm)
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.booleans()), unique_by=lambda each: each[0], max_size=150), st.integers(0, 300))
+def test_g1_spikes_that_are_only_warned_of_are_counted_apart_from_what_is_skipped(seen: list[tuple[int, bool]], end: int) -> None:
+    """G1: the judge is a count of the steps.  Steps that are given up count no more.  The control: a run that skips them."""
+    skips = Skips()
+    for step, skipped in sorted(seen):
+        high = replace(commit(step, 100.0, 2.0, finite=True), spike=replace(SPIKE, skipped=skipped))
+        skips, _ = note(skips, high, WatchRule(max_skipped=0), ends=False)
+    warned, out = ([step for step, skipped in sorted(seen) if skipped is which] for which in (False, True))
+    assert (skips.warned.total, skips.total) == (len(warned), len(out))
+    number = f"{len(warned)} {'step was a spike' if len(warned) == 1 else 'steps were spikes'} (warned): "
+    assert (number in skips.summary) == bool(warned) and ("skipped" in skips.summary) == bool(out)
+    if skips.warned.earlier == skips.earlier == 0:
+        cut = skips.cut(end)
+        assert (cut.warned.total, cut.total) == tuple(len([step for step in each if step <= end]) for each in (warned, out))
+    assert codec.decode(Skips, json.loads(json.dumps(codec.encode(skips)))) == skips
+
+
+def test_g1_a_run_that_warned_says_how_often_also_after_a_takeover() -> None:
+    """G1: the sentence is that of `elastic status` and of the end.  The control: a run without a spike."""
+    for spikes in ((), (2, 3, 5)):
+        play = stepping(2, save_every=100, target_step=6)
+        for step in range(1, 6):
+            spike = replace(SPIKE, skipped=False) if step in spikes else None
+            play.tell(StepDone(play.plan.members[0], 1, replace(play.commit(step), spike=spike)))
+        before = play.run.skips
+        assert before.summary == ("3 steps were spikes (warned): 2–3, 5" if spikes else "")
+        assert take_over(play).run.skips.summary == before.summary
+        old = codec.encode(replace(RunState.begin(1, 0.0), skips=before))
+        del old["skips"]["warned"], old["skips"]["would_leave_out"]
+        assert codec.decode_run(old).skips == Skips(), "an older release wrote none"
 
 
 def test_g1_what_was_given_up_is_not_in_quarantine() -> None:

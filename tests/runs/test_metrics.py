@@ -341,6 +341,16 @@ def test_l2_a_run_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [(int(each["step"]), float(each["loss"])) for each in table] == [(line["step"], line["loss"]) for line in there]
 
 
+def test_the_metrics_of_a_run_without_a_step_are_a_table_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON has no line, and CSV has the line with the names: a reader finds columns, and no rows."""
+    Run.open(toy_job(tmp_path))
+    (tmp_path / "job.toml").write_text(f'name = "toy"\nbucket = "{tmp_path}"\n')
+    assert main(["metrics", str(tmp_path / "job.toml")]) == 0 and capsys.readouterr().out == ""
+    assert main(["metrics", str(tmp_path / "job.toml"), "--csv"]) == 0
+    table = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert {"step", "loss", "norm", "lr"} < {*(table.fieldnames or ())} and [*table] == []
+
+
 def test_l2_a_sink_gets_each_final_step_once(tmp_path: Path) -> None:
     """L2: it is broken at first, and the process dies; it gets every step once, and the run is told of the failure once.
 

@@ -274,8 +274,13 @@ def test_a_run_without_ray_says_what_would_be_left_out(tmp_path: Path) -> None:
     said, error = local(job)
     found = [text for text in said if "would leave out" in text]
     words = rf"would leave out microbatch \d \(loss [\d.]+, samples .*\b{sample}\b.*\) of 8: above [\d.]+ no loss would count "
-    assert re.match(f"step {WINDOW + 1} {words}", found[0]) and not error and said[-1] == f"all {STEPS} steps are done"
-    assert not any("left_out" in row or row["skipped"] for row in rows_of(Run.open(job)))
+    assert re.match(f"step {WINDOW + 1} {words}", found[0]) and not error
+    steps = [int(text.split()[1]) for text in found]
+    told = re.fullmatch(rf"all {STEPS} steps are done; (\d+) steps? had microbatches that would be left out \(warned\): (.*)", said[-1])
+    assert told is not None and int(told[1]) == len(steps) and told[2].replace("–", ", ").split(", ")[0] == str(steps[0])
+    rows = list(rows_of(Run.open(job)))
+    assert not any("left_out" in row or row["skipped"] for row in rows)
+    assert [row["step"] for row in rows if row.get("would_leave_out")] == steps
 
 
 @pytest.mark.parametrize("microbatch_z", [6.0, 0.0], ids=("judged", "the control"))

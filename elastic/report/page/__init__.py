@@ -99,6 +99,11 @@ def _tiles_of_bad_data(facts: Facts) -> list[Tile]:
         words[GRADIENT] = ("gradient not finite", "gradients not finite")
         told = ", ".join(counted(why[each], *names) for each, names in words.items() if why[each])
         tiles.append(Tile("Skipped steps", f"{why.total():,}", told))
+    if warned := sum(spike == 1 and not skipped for spike, skipped in zip(columns["spike"], columns["skipped"], strict=True)):
+        tiles.append(Tile("Spikes (warned)", f"{warned:,}", "only warned of; their steps counted all the same"))
+    if of_steps := [int(number) for number in columns["would_leave_out"] if number > 0]:
+        told = f"in {counted(len(of_steps), 'step')}; only warned of, and they counted all the same"
+        tiles.append(Tile("Microbatches (warned)", f"{sum(of_steps):,}", told))
     if of_steps := [int(number) for number in columns["left_out"] if number > 0]:
         tiles.append(Tile("Microbatches left out", f"{sum(of_steps):,}", f"in {counted(len(of_steps), 'step')}; all others counted"))
     if facts.quarantine:

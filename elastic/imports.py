@@ -108,30 +108,32 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {str(lower[near[0]])!r}?" if near else ""
 
 
-def unknown_argument(setting: str, named: str, code: Callable[..., Any], args: Mapping[str, Any], error: Exception) -> str:
+def unknown_argument(setting: str, named: str, code: Callable[..., Any], args: Mapping[str, Any], error: Exception, given: int = 0) -> str:
     """Returns the sentence for an argument that ``code`` does not have, if that is why ``code(**args)`` raised ``error``; else "".
 
-    ``setting`` holds the arguments, and ``named`` is the setting that names the code, with its value.  An argument that the code hands on
-    to a function of its own is looked for there.
+    ``setting`` holds the arguments, and ``named`` is the setting that names the code, with its value.  The first arguments of the code, as
+    many as ``given``, are ours and not the user's, so they are not named.  An argument that the code hands on to a function of its own is
+    looked for there.
     """
     said = re.match(r"(?:([\w.<>]+)\(\) )?(?:got an unexpected keyword argument '(\w+)'|takes no arguments)", str(error))
     if said is None or not isinstance(error, TypeError) or (name := said[2] or next(iter(args), "")) not in args:
         return ""
     own = getattr(code, "__qualname__", "")
     other = None if said[1] in (own, f"{own}.__init__") else _in_frame(error, said[1] or "")
-    takes = [name for each in (code, other) if each is not None for name in _arguments_of(each)]
+    takes = [*_arguments_of(code, given), *(_arguments_of(other) if other is not None else ())]
     there = f"it takes {', '.join(dict.fromkeys(takes)) or 'none'}"
     meant = did_you_mean(name, takes)
     return f"{setting}.{name} = {args[name]!r}: {named} has no argument {name!r}; {there}{meant}"
 
 
-def _arguments_of(code: Callable[..., Any]) -> list[str]:
-    """Returns the names of the arguments that ``code`` takes by name."""
+def _arguments_of(code: Callable[..., Any], given: int = 0) -> list[str]:
+    """Returns the names of the arguments that ``code`` takes by name, but for the first ``given`` that it takes by place."""
     try:
         found = inspect.signature(code).parameters.values()
     except (TypeError, ValueError):  # code of C has none
         return []
-    return [each.name for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    placed = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:given]
+    return [each.name for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each not in placed]
 
 
 def _in_frame(error: Exception, path: str) -> Callable[..., Any] | None:

@@ -5,7 +5,7 @@
     ├── Exists           a create-only write found an object in its place
     ├── Damaged          an object has another size or digest than was written, or it is gone although a manifest lists it
     ├── Incomplete       the slices do not make up whole tensors with each element exactly once
-    ├── BadFormat        a newer release wrote the object
+    ├── BadFormat        a newer release, or another program, wrote the object
     ├── Deposed          another coordinator writes this journal now
     └── Unavailable      the store cannot be used or does not answer; another attempt may help
 
@@ -61,7 +61,7 @@ class Incomplete(StorageError):
 
 
 class BadFormat(StorageError):
-    """Its argument is the whole sentence: the object, its format, and the formats that this release reads."""
+    """Its argument is the whole sentence: the object, what it is, and what this release reads."""
 
 
 class Deposed(StorageError):

@@ -116,7 +116,7 @@ def _meant(setting: str, problem: Any, model: Model) -> str:
         return _inside(setting)
     if not isinstance(value, str):
         return ""
-    if _fits(value, leaves(model).get(setting), model.model_config):
+    if _fits(value, _type_at(model, setting), model.model_config):
         return f"; write {value} without quotes"
     return did_you_mean(value, words_of(annotation_of(model, setting.partition("[")[0])))
 
@@ -126,11 +126,21 @@ def _inside(section: str) -> str:
     return f"; did you mean {_either(ELSEWHERE[section])}?" if section in ELSEWHERE else ""
 
 
-def _fits(text: str, field: FieldInfo | None, config: ConfigDict) -> bool:
-    """Returns whether ``text`` without its quotes is a number, true or false, and right for the setting."""
-    if field is None or not text.strip() or "\n" in text:
+def _type_at(model: Model, setting: str) -> Any:
+    """Returns what a setting accepts, with its limits, or an item of a list such as ``optim.betas[0]``; None if that is not known."""
+    name, _, index = setting.removesuffix("]").rpartition("[") if setting.endswith("]") else (setting, "", "")
+    if (field := leaves(model).get(re.sub(r"\[\d+\]", "[]", name))) is None:
+        return None
+    if not index:
+        return Annotated[field.annotation, *field.metadata]
+    items = get_args(field.annotation) if get_origin(field.annotation) is tuple else ()
+    return items[0 if items[-1] is ... else int(index)] if items else None
+
+
+def _fits(text: str, accepted: Any, config: ConfigDict) -> bool:
+    """Returns whether ``text`` without its quotes is a number, true or false, and right for what is ``accepted``."""
+    if accepted is None or not text.strip() or "\n" in text:
         return False
-    accepted: Any = Annotated[field.annotation, *field.metadata]
     with suppress(ValueError, OverflowError, RecursionError):  # TOML and pydantic raise all of them for the worst texts
         value = tomllib.loads(f"value = {text}")["value"]
         TypeAdapter(accepted, config=config).validate_python(value)

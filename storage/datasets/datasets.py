@@ -40,6 +40,8 @@ READABLE = (1, 2)
 """Formats that this release reads: every one that was ever released."""
 DESCRIPTION, DOCUMENTS, BLOCKS, TOKENIZER = "dataset.json", "documents.parquet", "blocks.b3", "tokenizer.json"
 BEGUN = "dataset.begun"
+OURS = {"tokenizer", "vocabulary", "tokens", "documents", "files"}
+"""Fields of a description in every format.  JSON without most of them is that of another program, whatever it calls its file."""
 WRITTEN = re.compile(rf"tokens-\d{{5,}}\.bin|{'|'.join(map(re.escape, (DOCUMENTS, BLOCKS, TOKENIZER)))}")
 """Matches the names of the files that are written before the description."""
 SHARD_TOKENS = 8 * 2**20
@@ -91,6 +93,11 @@ class Description:
         """Returns the description in ``raw``.  Raises :class:`Damaged` or :class:`BadFormat`, naming ``name``."""
         try:
             value = json.loads(raw)
+            if not isinstance(value, dict) or 2 * len(OURS & value.keys()) < len(OURS):
+                raise BadFormat(
+                    f"{name} does not describe a dataset of Elastic: it is JSON of another program; `elastic data prepare SOURCE FOLDER` "
+                    f"makes a dataset, in a folder without such a file"
+                )
             number = value.pop("format")
             if number not in READABLE:
                 readable = " and ".join(map(str, READABLE))

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
+from elastic.data.prepare import prepare
 from elastic.data.show import show
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError
@@ -37,6 +38,7 @@ from storage.datasets import (
     write_dataset,
 )
 from storage.datasets.datasets import BEGUN
+from storage.documents import File
 from storage.errors import BadFormat, Damaged, Exists, Missing, Unavailable
 from storage.objects import Data, ObjectStore
 from tests.data.texts import BYTES, END, memory, numbered, tokenize
@@ -297,10 +299,37 @@ def test_digests_that_are_not_the_ones_written_are_found(store: ObjectStore) -> 
         TokenFiles(store)
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b'"x"', b"{}", b'{"format": 1}', b'{"format": 1, "files": 3}', b"\xff"])
+WHOLE = Description("bytes", 257, 9, 1, (File("tokens-00000.bin", 18, "d"),), File("documents.parquet", 9, "e")).to_json()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\xff", WHOLE[:-1], WHOLE[: len(WHOLE) // 2], WHOLE.replace(b'"format"', b'"gormat"'), WHOLE.replace(b'"files"', b'"fales"')],
+)
 def test_a_description_that_cannot_be_read_is_damaged(raw: bytes) -> None:
+    """Cut short, or with a wrong letter.  The control is the whole one."""
+    assert Description.from_json(WHOLE).tokens == 9
     with pytest.raises(Damaged, match=r"^here/dataset\.json is damaged"):
         Description.from_json(raw, "here/dataset.json")
+
+
+FOREIGN = [b"[]", b'"x"', b"7", b"{}", b'{"format": 1}', b'{"format": "csv", "files": ["a.csv"]}', b'{"name": "x", "license": "MIT"}']
+
+
+@pytest.mark.parametrize("raw", FOREIGN)
+def test_json_of_another_program_is_no_damaged_dataset(tmp_path: Path, raw: bytes) -> None:
+    """The commands that train, look and prepare say the same, and the file stays as it is."""
+    said = r"dataset\.json does not describe a dataset of Elastic: it is JSON of another program; `elastic data prepare SOURCE FOLDER` "
+    put, text = tmp_path / "dataset.json", tmp_path / "text.txt"
+    put.write_bytes(raw)
+    text.write_text("some text")
+    with pytest.raises(DataError, match=rf"data\.args\.path = .*{said}"):
+        TokenDataset(str(tmp_path), 4)
+    with pytest.raises(BadFormat, match=said):
+        show(str(tmp_path))
+    with pytest.raises(BadFormat, match=said):
+        prepare(text, str(tmp_path))
+    assert put.read_bytes() == raw and {each.name for each in tmp_path.iterdir()} == {"dataset.json", "text.txt"}
 
 
 @pytest.mark.parametrize("change", [{"dtype": "uint32"}, {"block_bytes": 3}])

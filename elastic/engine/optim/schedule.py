@@ -100,7 +100,7 @@ def _own(job: Job, step: int) -> float:
     try:
         part = found(step, job.steps, **schedule.args)
     except Exception as error:  # the user's code may raise anything, first of all for an argument that it does not know
-        if unknown := unknown_argument("schedule.args", named, found, schedule.args, error):
+        if unknown := unknown_argument("schedule.args", named, found, schedule.args, error, given=2):
             raise CodeError(unknown) from error
         args = f" and schedule.args = {schedule.args}" if schedule.args else ""
         raise CodeError(f"{named} failed for {asked}{args} with {failure(error)}; it is called as schedule(step, steps, **args)") from error

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, PrivateAttr, ValidationError, model_validator
 
-from elastic.config.agreement import disagreements
+from elastic.config.agreement import disagreements, idle, without_effect
 from elastic.config.command_line import read_options
 from elastic.config.sections import (
     BatchRamp,
@@ -231,7 +231,7 @@ class Job(Part):
     @classmethod
     def from_json(cls, text: str) -> Job:
         """Returns the job that :meth:`to_json` wrote.  Raises :class:`JobError` if its settings are no longer valid."""
-        return cls(**BEFORE | json.loads(text))
+        return cls(**BEFORE | without_effect(json.loads(text)))
 
     def replace(self, **settings: Any) -> Job:
         """Returns the job with other values for some of its settings, checked again.  A setting that was left out stays so."""
@@ -262,9 +262,10 @@ class Job(Part):
     def begun_as(self, stored: dict[str, Any]) -> Job:
         """Returns the job of a run's ``job.json`` as this code reads it.
 
-        Free settings of the top level, and sections that have only free ones, are left out: their stored values may be invalid by now.
+        Free settings of the top level, and sections that have only free ones, are left out: their stored values may be invalid by now.  So
+        are those that have no effect, which this code refuses.
         """
-        theirs = {name: value for name, value in (BEFORE | stored).items() if _NOT_THE_TRAJECTORY.get(name) is not True}
+        theirs = {name: value for name, value in (BEFORE | without_effect(stored)).items() if _NOT_THE_TRAJECTORY.get(name) is not True}
         return Job(**theirs, name=self.name, bucket=self.bucket)
 
     def to_json(self) -> str:
@@ -418,7 +419,7 @@ class Job(Part):
 
     def warnings(self) -> list[str]:
         """Returns a sentence for each setting that works but is probably not meant."""
-        found, needed = list[str](), ROUNDS * self.workers.max
+        found, needed = list(idle(self)), ROUNDS * self.workers.max
         if self.global_batch == "all" or self.microbatch == "auto":
             return found
         if self.microbatches < needed and any(self.microbatches % number for number in range(self.workers.min, self.workers.max + 1)):

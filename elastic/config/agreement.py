@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from elastic.config.sections import KERNELS_SINCE
 from elastic.plan.mixture import MOST_TURNS, shares
@@ -194,6 +194,11 @@ def _schedule(job: Job) -> Iterator[str]:
         yield f"schedule.args = {schedule.args} are for a schedule of your own, and schedule.kind = {schedule.kind!r}; leave them out"
     if own:
         return
+    if schedule.kind in LEVEL and schedule.final != (default := type(schedule).model_fields["final"].default):
+        yield (
+            f"schedule.final = {schedule.final:g} has no effect with schedule.kind = {schedule.kind!r}, which does not fall to a part of "
+            f"optim.lr; leave it out (it is {default:g} then), or set the kind to 'cosine', 'linear' or 'wsd'"
+        )
     warmup, decay, steps = schedule.warmup_steps, schedule.decay_steps, job.steps
     if warmup > steps:
         yield f"schedule.warmup_steps = {warmup} is more than steps = {steps}; lower it or train longer"
@@ -240,6 +245,8 @@ def _ramp(job: Job) -> Iterator[str]:
         )
 
 
+LEVEL = ("constant", "rsqrt")
+"""The kinds of schedule that do not fall to ``schedule.final``."""
 _OF_OPTIMIZERS = {
     "adamw": ("betas", "eps", "moments"),
     "sgd": ("momentum",),
@@ -254,6 +261,11 @@ def _unused(optim: Optim) -> Iterator[str]:
     """Yields a sentence for each setting that the optimizer would not read, unless it has its default."""
     if (used := _OF_OPTIMIZERS.get(optim.kind)) is None:
         return  # the user's own, which may read any of them
+    if optim.args:
+        yield (
+            f"optim.args = {optim.args} has no effect with optim.kind = {optim.kind!r}, whose settings are those of [optim] itself, as "
+            f"optim.{used[0]}; leave it out, or name an optimizer of your own: optim.kind = 'pkg.module:RULE'"
+        )
     for name in sorted({name for names in _OF_OPTIMIZERS.values() for name in names} - {*used}):
         value, default = getattr(optim, name), type(optim).model_fields[name].default
         if value != default:
@@ -261,6 +273,38 @@ def _unused(optim: Optim) -> Iterator[str]:
             yield f"optim.{name} = {value!r} is a setting of {readers}, and optim.kind = {optim.kind!r}; leave it out"
     if optim.kind == "muon" and optim.decay == "l2":
         yield "optim.decay = 'l2' with optim.kind = 'muon': it would turn a direction and shrink nothing; use optim.decay = 'decoupled'"
+
+
+def idle(job: Job) -> Iterator[str]:
+    """Yields a sentence for each setting that has no effect because what it belongs to is turned off.
+
+    Such a setting is no error: who turns something off for one run, by one word, leaves the rest of the file as it is.
+    """
+    off = {
+        "spikes.action = 'none'": (job.spikes.action == "none", "spikes", ("z", "window")),
+        "watch.every = 0": (not job.watch.every, "watch", ("patience", "vanishing", "exploding", "stationary")),
+        "copies.copy_every = 0": (job.copies.copy_every == 0, "copies", ("cross_zone", "link_share")),
+        "copies.buddy_every = 0": (job.copies.copy_every != 0 and job.copies.buddy_every == 0, "copies", ("cross_zone", "link_share")),
+        "validation.every = 0": (not job.validation.every, "validation", ("by",)),
+        "samples.temperature = 0": (bool(job.samples.every) and not job.samples.temperature, "samples", ("seed",)),
+    }
+    for why, (is_off, name, settings) in off.items():
+        section = getattr(job, name)
+        for each in settings if is_off else ():
+            if (value := getattr(section, each)) != type(section).model_fields[each].default:
+                told = f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else repr(value)
+                yield f"{name}.{each} = {told} has no effect while {why}; change that, or leave {name}.{each} out"
+
+
+def without_effect(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a stored job, without those that have no effect on a run and that older releases accepted."""
+    found = dict(stored)
+    optim, schedule = found.get("optim", {}), found.get("schedule", {})
+    if optim.get("kind", "adamw") in _OF_OPTIMIZERS:
+        found["optim"] = {name: value for name, value in optim.items() if name != "args"}
+    if schedule.get("kind") in LEVEL:
+        found["schedule"] = {name: value for name, value in schedule.items() if name != "final"}
+    return found
 
 
 def _deadlines(deadlines: Deadlines) -> Iterator[str]:

@@ -115,7 +115,7 @@ class Optim(Part):
     the blocks with ``adamw`` for the rest, or ``pkg.module:RULE`` with a ``Rule`` of ``elastic.engine.optim.base``.
     """
     args: Branch[dict[str, JsonValue]] = {}
-    """Settings of your own optimizer."""
+    """Settings of your own optimizer.  The others have none but those of this section."""
     lr: Branch[Annotated[Number, Field(ge=0)]] = 3e-4
     """Learning rate after the warmup.  ``[schedule]`` says how it falls."""
     betas: Branch[tuple[Fraction, Fraction]] = (0.9, 0.95)
@@ -317,7 +317,8 @@ class Spikes(Part):
 
     The score is the distance from the median, in robust standard deviations: 1.4826 × the median absolute deviation, at least 1% of the
     median.  That of a norm is of its logarithm.  A step is judged as a whole, so one noisy sample among many good ones may raise neither
-    far enough, and is not found; ``microbatch_z`` is for that.
+    far enough, and is not found; ``microbatch_z`` is for that.  Before there are
+    ``window`` steps none is a spike.
     """
 
     action: Branch[Literal["none", "warn", "skip", "quarantine", "forget"]] = "none"
@@ -334,9 +335,10 @@ class Spikes(Part):
     microbatch_z: Branch[Annotated[Number, Field(ge=0)]] = 0.0
     """Score above which a microbatch is left out of its own step; 0: none is.  How far its mean loss lies above those of the newest 8 steps
     is compared with how far those of the newest 1,024 microbatches did, once there are ``window`` steps.  The step counts all others as if
-    this one had not been there, and with ``quarantine`` its samples are not read again.  If more than half of a step would be left out, the
-    step is skipped.  Use it where all samples are alike: a seldom kind of sample whose loss is always high, such as a rare language, would
-    be left out, too.  ``warn`` only says which would be.
+    this one had not been there.  With ``quarantine`` none of its samples is read again, good ones included: what is known is the loss of
+    the microbatch, not of each sample, so a smaller ``microbatch`` loses fewer.  In the first ``window`` steps nothing is left out.  If
+    more than half of a step would be left out, the step is skipped.  Use it where all samples are alike: a seldom kind of sample whose
+    loss is always high, such as a rare language, would be left out, too.  ``warn`` only says which would be.
     """
 
     @property

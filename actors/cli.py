@@ -67,7 +67,7 @@ def _parser() -> Parser:
     rerun = _takes_job(parsers, "rerun", commands.rerun, "compute a step again from the checkpoint before it, in this process")
     rerun.add_argument("--step", type=int, required=True, help="the step; there must be a checkpoint of the step before it")
     for looks in (evaluate, rerun):
-        looks.add_argument("--accept-code", action="store_true", help="use the code of now, although other code has made the step")
+        looks.add_argument("--accept-code", action="store_true", help="use today's code, although the step was made by other code")
     data = parsers.add_parser("data", help="prepare datasets and look at them")
     _add_data(data.add_subparsers(metavar="command", required=True))
     checkpoint = parsers.add_parser("checkpoint", help="look at the checkpoints of a run, and delete some")
@@ -86,7 +86,8 @@ def _takes_job(
     epilog = (
         None if options.get("listed") else "Settings of the job, as --section.option value, may follow; `elastic train --help` lists them."
     )
-    command: Parser = parsers.add_parser(name, help=help, settings=Job, beside=parsers.choices, epilog=epilog, **options)
+    about = f"{help[0].upper()}{help[1:]}."
+    command: Parser = parsers.add_parser(name, help=help, description=about, settings=Job, beside=parsers.choices, epilog=epilog, **options)
     command.add_argument("job", type=Path, help=file, nargs="?" if optional else None)
     command.set_defaults(perform=perform)
     return command
@@ -102,10 +103,16 @@ def _add_run_commands(parsers: Any) -> None:
     train.add_argument(
         "--address", help="address of the Ray cluster (default: the one this was submitted to, or else a new one on this machine)"
     )
-    train.add_argument("--branch", action="store_true", help="go on with a run whose settings were others, from its newest checkpoint")
+    train.add_argument(
+        "--branch", action="store_true", help="go on from the newest checkpoint of a run although its settings were different"
+    )
     _add_shown(train)
-    train.add_argument("--accept-code", action="store_true", help="go on with a run whose code was other, from its newest checkpoint")
-    train.add_argument("--again", action="store_true", help="start a run that was restarted in vain too often (watch.max_restarts)")
+    train.add_argument(
+        "--accept-code", action="store_true", help="go on from the newest checkpoint of a run although its code was different"
+    )
+    train.add_argument(
+        "--again", action="store_true", help="start a run although too many restarts in a row have saved no new step (watch.max_restarts)"
+    )
     train.add_argument(
         "--resume",
         metavar="WORD",
@@ -117,11 +124,11 @@ def _add_run_commands(parsers: Any) -> None:
     )
     back.add_argument("--to", metavar="STEP", required=True, help="step of the checkpoint, or auto: the last good one before a divergence")
     back.add_argument("--lr-scale", metavar="FACTOR", type=float, default=1.0, help="factor of the learning rate (default: 1)")
-    back.add_argument("--force", action="store_true", help="also if it is not known that the run does not run")
+    back.add_argument("--force", action="store_true", help="do so even if the run may still be running")
     owed = _takes_job(parsers, "owed", commands.owed, "list the exports, samples and validations that a run owes, or do them")
     owed.add_argument("--pay", action="store_true", help="do them now, in this process, also those that were given up")
-    story = "show the runs of a bucket, and how they descend from each other; with --name only those that have to do with that run"
-    runs = parsers.add_parser("runs", help=story, settings=Job, beside=parsers.choices)
+    story = "show the runs of a bucket, and how they descend from each other; with --name NAME only that run and its relatives"
+    runs = parsers.add_parser("runs", help=story, description=f"S{story[1:]}.", settings=Job, beside=parsers.choices)
     runs.add_argument("bucket", help="the bucket, or a job file (TOML) that names it")
     runs.set_defaults(perform=branch_commands.runs)
     status = _takes_job(parsers, "status", commands.on_run, "show where a run stands, and follow it")
@@ -134,7 +141,7 @@ def _add_run_commands(parsers: Any) -> None:
     clean.add_argument("--force", action="store_true", help="end a run that lives, without a save")
     logs = _takes_job(parsers, "logs", commands.on_run, "print the last lines of each worker, and how it ended", several="workers")
     logs.add_argument("workers", nargs="*", help="the workers (default: every one that has a log)")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on with what the workers that live print, until the run is over")
+    logs.add_argument("-f", "--follow", action="store_true", help="keep printing what living workers print, until the run is over")
     story = "tell what happened in a run and why, from its journal alone"
     replay = _takes_job(parsers, "replay", commands.replay, story, file="a job file (TOML), or a file of a journal")
     replay.add_argument("--check", action="store_true", help="decide everything again, and show where this version decides otherwise")
@@ -198,12 +205,12 @@ def _add_data(parsers: Any) -> None:
 
 def _add_checkpoint(parsers: Any) -> None:
     _takes_job(parsers, "ls", commands.checkpoint_ls, "list the checkpoints")
-    rm = _takes_job(parsers, "rm", commands.checkpoint_rm, "delete the checkpoint of a step, of a run that does not live")
+    rm = _takes_job(parsers, "rm", commands.checkpoint_rm, "delete the checkpoint of a step, of a run that is not running")
     gc = _takes_job(parsers, "gc", commands.checkpoint_gc, "delete what no rule of the job keeps, and what saves have left unfinished")
     rm.add_argument("--step", required=True, help="step of the checkpoint, or STEP.GENERATION of one that a rewind has left behind")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     for command in (rm, gc):
-        command.add_argument("--force", action="store_true", help="do so even if it is not certain that the run does not live")
+        command.add_argument("--force", action="store_true", help="do so even if the run may still be running")
     show = _takes_job(parsers, "show", commands.checkpoint_show, "tell what a checkpoint is: files, tensors, layout, history")
     show.add_argument("--quarantine", action="store_true", help="list its samples in quarantine ([spikes]) instead")
     diff = _takes_job(parsers, "diff", commands.checkpoint_diff, "tell how far each tensor has moved between two checkpoints")

@@ -124,13 +124,15 @@ def estimate(known: Namespace) -> int:
     for line in estimate.of_job(job, tensors, tried):
         say(line)
     table = Table(
-        "share the state", *(f"zero = {stage}" for stage in estimate.STAGES), title="what must fit a worker's device, without a microbatch"
+        "workers that share the state",
+        *(f"zero = {stage}" for stage in estimate.STAGES),
+        title="what must fit a worker's device, without a microbatch",
     )
     for shards, sizes in estimate.by_stage(job, tensors, job.workers.max):
         table.add_row(str(shards), *map(estimate.gigabytes, sizes))
     console.print(table)
     if tried:
-        table = Table("recompute", "comes and goes with a microbatch", "workers that must share the state")
+        table = Table("recompute", "more while a microbatch is computed", "workers that must share the state")
         for each in tried:
             table.add_row(each.policy, estimate.gigabytes(each.transient), _workers(each.least, job))
         console.print(table)

@@ -254,6 +254,6 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
             break
         time.sleep(FOLLOW_S)
     if not said:
-        of = f" of {', '.join(workers)}" if workers else ""
-        say(f"no logs{of} in {job.bucket}/{prefix}, and no such worker lives on a cluster that can be reached from here")
+        of, who = (f" of {', '.join(workers)}", "no such worker") if workers else ("", "no worker of the run")
+        say(f"no logs{of} in {job.bucket}/{prefix}, and {who} lives on a cluster that can be reached from here")
     return 0 if said else 1

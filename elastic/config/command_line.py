@@ -134,6 +134,8 @@ class Parser(argparse.ArgumentParser):
         for other in self._beside.values():
             if isinstance(other, Parser) and option in other.own_options():
                 return f"'{self.prog}' has no option '{option}', unlike '{other.prog}'; leave it out"
+        if option == "--dry-run":
+            return f"'{self.prog}' has no option '--dry-run'; `elastic estimate` checks a job and starts nothing"
         own = [_name(each) for each in self.own_options() if each.startswith("--")]
         return unknown(_name(option), model, typed, also=own)
 

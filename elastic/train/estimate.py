@@ -111,7 +111,8 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
         yield "zero = 2: there is room for all weights to compute with, so they are gathered once a step"
     found = classes(job, tensors, shards, 2 if whole else None)
     held = ", ".join(f"{gigabytes(size)} of {name}" for name, size in found.items() if size)
-    whose = f"if {shards} of {layouts[-1].world} workers share the state, each"
+    world = layouts[-1].world
+    whose = f"if {shards} of {world} workers share the state, each" if shards > 1 else "if each worker has the whole state, it"
     yield f"{whose} holds {held}; {gigabytes(_on_device(job, found))} on its device"
     passing = foreseen(job, tensors).passing if shards > 1 and not whole else NOTHING
     if passing != NOTHING:

@@ -52,10 +52,15 @@ def memory_line(classes: Mapping[str, int]) -> str:
 def decay_line(state: State) -> str:
     """Returns which parameters decay and which do not; a ``*`` stands for the numbers of layers that are alike."""
     parts, settings = state.optimizer.parts.values(), state.job.optim
-    named = [(_collapsed([part.name for part in parts if part.decays == decays]), said) for decays, said in ((True, ""), (False, " not"))]
-    return f"weight decay {settings.weight_decay:g} ({settings.decay}): " + "; ".join(f"of {names}{said}" for names, said in named if names)
+    told = [
+        _told([part.name for part in parts if part.decays is decays], words)
+        for decays, words in ((True, ("decays", "decay")), (False, ("does not", "do not")))
+    ]
+    return f"weight decay {settings.weight_decay:g} ({settings.decay}): {', '.join(filter(None, told))}"
 
 
-def _collapsed(names: list[str]) -> str:
+def _told(names: list[str], words: tuple[str, str]) -> str:
+    """Returns how many parameters do as ``words`` say, of one and of several, and which; "" without any."""
     patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1) for name in names)
-    return f"{len(names)} parameters ({', '.join(patterns)})" if names else ""
+    what = f"1 parameter {words[0]}" if len(names) == 1 else f"{len(names)} parameters {words[1]}"
+    return f"{what} ({', '.join(patterns)})" if names else ""

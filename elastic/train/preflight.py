@@ -452,7 +452,7 @@ def _wrapping(blocks: tuple[str, ...]) -> str:
     """Returns a sentence that says how a model without a sharding table is wrapped."""
     match blocks:
         case ():
-            what = "there is no ModuleList either, so the whole model is one unit"
+            what = "the model has no ModuleList either, so all its parameters are one unit"
         case (only,):
             what = f"wraps {only}, the only child of the largest ModuleList, and all other parameters as one unit"
         case (first, *_, last):

@@ -209,9 +209,11 @@ def test_every_command_takes_the_jobs_settings(tmp_path: Path, capsys: Shown, mo
     assert main(["checkpoint", "verify", job, *other, "--step", "3"]) == 1
     assert "no good checkpoint at step 3" in sentence(capsys)
     assert main(["logs", job, "w1", *other]) == 1
-    assert sentence(capsys).startswith(f"no logs of w1 in {tmp_path}/bucket/b/logs/")
+    said = sentence(capsys)
+    assert said.startswith(f"no logs of w1 in {tmp_path}/bucket/b/logs/") and "no such worker lives on a cluster" in said
     assert main(["logs", job, *other]) == 1
-    assert sentence(capsys).startswith("no logs in")
+    said = sentence(capsys)
+    assert said.startswith("no logs in") and "no worker of the run lives on a cluster" in said
     assert main(["replay", job, *other]) == 1
     assert "no journal of b" in sentence(capsys)
     assert main(["status", job, "--onse"]) == 1
@@ -238,6 +240,7 @@ def test_an_option_of_a_setting_takes_no_word_that_is_not_its_own(tmp_path: Path
     ("line", "said"),
     [
         ("stop JOB --address X", "'elastic stop' has no option '--address', unlike 'elastic train'; leave it out"),
+        ("train JOB --dry-run", "'elastic train' has no option '--dry-run'; `elastic estimate` checks a job and starts nothing"),
         ("clean JOB --once", "'elastic clean' has no option '--once', unlike 'elastic status'; leave it out"),
         ("status JOB --onse", "unknown setting '--onse'; did you mean '--once'?"),
         ("train --locla JOB", "unknown setting '--locla'; did you mean '--local'?"),

@@ -113,7 +113,9 @@ def test_a_job_file_is_told_without_its_data(tmp_path: Path, capsys: pytest.Capt
     file = str(job_file(tmp_path, 'model_args = {preset = "llama3-8b"}\n[workers]\nmax = 8\n[data.args]\npath = "none"\n'))
     line = said(capsys, file)
     assert "8,030,261,248 parameters; the state takes 96.4 GB" in line and "--workers.device-gb 80" in line
-    assert "if 1 of 8 workers share the state" in line and "what a microbatch takes is not known: data." in line
+    assert (
+        "if each worker has the whole state, it holds 32.1 GB of weights" in line and "what a microbatch takes is not known: data." in line
+    )
     assert "if 4 of 8 workers share the state" in said(capsys, file, "--workers.device-gb", "80")
     for device_gb, whole in (("80", True), ("60", False)):  # beside 24.1 GB of an older world's state, and 24.1 of the new one's, 16.1
         line = said(capsys, file, "--precision", "bf16", "--workers.device-gb", device_gb)

@@ -81,8 +81,8 @@ def test_the_log_lists_which_parameters_decay(ranks: Ranks, tmp_path: Path) -> N
     job = toy_job(tmp_path, **OWN, optim={"weight_decay": 0.05, "decay": "l2"})
     (_, _, line), *_ = ranks.run(Layout(1, 2), held, job)
     assert line == (
-        "weight decay 0.05 (l2): of 9 parameters (embed.weight, layers.*.1.weight, layers.*.3.weight, mix.weight, head.weight); "
-        "of 14 parameters (layers.*.0.weight, layers.*.0.bias, layers.*.1.bias, layers.*.3.bias, mix.bias, head.bias) not"
+        "weight decay 0.05 (l2): 9 parameters decay (embed.weight, layers.*.1.weight, layers.*.3.weight, mix.weight, head.weight), "
+        "14 parameters do not (layers.*.0.weight, layers.*.0.bias, layers.*.1.bias, layers.*.3.bias, mix.bias, head.bias)"
     )
 
 

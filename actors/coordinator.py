@@ -59,6 +59,7 @@ from elastic.protocol.events import (
 )
 from elastic.report.story import Story
 from elastic.runs import restarts
+from elastic.runs.deleted import put_back
 from elastic.runs.metrics import Recorder
 from elastic.runs.run import Run
 from elastic.threads import go_or_end, keep_going
@@ -156,7 +157,7 @@ class Coordinator:
             self.incarnation, self.rules.coordinator_lease_s, asked_at, self.state.cluster.keepers, self.state, follows=self.again
         )
         self.replicas = JournalReplicas(rules, self.run, self.journal, self.group.keepers)
-        self.group.ship = self.journal.ship
+        self.group.ship = self._ship
         return True
 
     def _claim(self, seen: int, life: str) -> dict[int, NodeId]:
@@ -167,6 +168,8 @@ class Coordinator:
             after = None if before else self.run.follows(seen)
             more = restarts.goes_on(self.run) if before else restarts.begins(self.run)
             self.incarnation = self.run.claim(address, life, node, after, **more)
+            again = partial(self.run.claim, address, life, node, self.incarnation - 1, **more)
+            self._put_back = partial(put_back, self.run, self.incarnation, life, again)
         except Deposed:
             what = f"was taken over by a command on the cluster at {self.run.home()}"
         except Exists:
@@ -198,6 +201,18 @@ class Coordinator:
         state, goes_on = self.run.begins(0 if self.again else self.incarnation, self.clock())
         self._say("" if self.again else goes_on)
         return replace(state, members=replace(state.members, reference=reference))
+
+    def _ship(self, timeout_s: float) -> bool:
+        """Writes the whole journal to the bucket, and before it what somebody has deleted there.  Returns whether that succeeded."""
+        try:
+            told = self._put_back()
+        except Deposed as error:
+            self.journal.deposed = error.object  # the loop leaves
+            raise
+        if told:
+            self.journal.begin_anew()
+            self._say(told)
+        return self.journal.ship(timeout_s)
 
     # ---- inbox
 

@@ -149,6 +149,14 @@ class Journal:
                 raise Deposed(self.deposed)
             return last not in self._queue
 
+    def begin_anew(self) -> None:
+        """Lets the next object begin with a snapshot: the bucket may have lost those before it."""
+        with self._changed:
+            if self._open is not None:
+                self._cut(self._open)
+            self._snapshot = None
+            self._changed.notify_all()
+
     @property
     def end(self) -> int:
         """The number of bytes that were written."""

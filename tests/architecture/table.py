@@ -86,6 +86,7 @@ IMPORTS = {
         )
     ),
     "elastic.runs.code": Row(("elastic", "elastic.runs.branches", "elastic.runs.run", "elastic.sources", *NAMES)),
+    "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.forks", "elastic.runs.run", "storage.errors")),
     "elastic.runs.data": Row(("elastic.runs.forks", "elastic.runs.run", "storage.*", *NAMES)),
     "elastic.runs.asked": Row(
         (

@@ -1,0 +1,45 @@
+"""Writes anew what is missing of a run that lives, if somebody has deleted its folder.
+
+Such a run trains on, and its next save makes the folder again.  But without ``job.json`` nobody could go on from what it saves, and
+without its claim no command would find it.  So its coordinator looks for both before it writes a manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from elastic.runs import branches, forks
+from elastic.runs.run import Run
+from storage.errors import Deposed, Exists
+
+
+def put_back(run: Run, incarnation: int, life: str, claim: Callable[[], object]) -> str:
+    """Writes what is missing of ``job.json`` and of the claim of ``incarnation``; ``claim`` writes the claim.
+
+    Returns the sentence that says so, "" if nothing was missing.  ``job.json`` stays missing if there are later branches: the job that it
+    held is not known any more.  Raises :class:`Deposed` if another ``life`` has claimed the same incarnation, in a folder that it began.
+    """
+    store, name, lacks = run.store, run.job.name, list[str]()
+    owner = run.owner()
+    if owner is not None and owner["incarnation"] == incarnation and owner.get("life") != life:
+        raise Deposed(store.full_name(f"{name}/owner/{incarnation:06d}.json"))
+    with suppress(Exists):
+        if not store.exists(f"{name}/job.json") and branches.number_of(store, name) == 1:
+            origin, earlier = run.origin, [each.to_json() for each in run.job.stretches()[:-1]]
+            more: dict[str, Any] = {"earlier": earlier} if earlier else {}
+            if origin is not None:
+                more["origin"] = {"run": origin.run, "step": origin.version.step, "generation": origin.version.generation}
+            store.put_if_absent(f"{name}/job.json", forks.document(run.job, **more))
+            lacks.append("job.json")
+    with suppress(Exists):
+        if owner is None or owner["incarnation"] < incarnation:
+            claim()
+            lacks.append("the claim")
+    if not lacks:
+        return ""
+    return (
+        f"somebody has deleted {store.full_name(name)}, or a part of it: {' and '.join(lacks)} of the run are written anew, so that it "
+        f"can go on from what it saves from now on; what else was deleted, as earlier checkpoints and metrics, is lost"
+    )

@@ -1,0 +1,85 @@
+"""A run that lives writes anew what somebody has deleted of it, so that it is the run that it was."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+
+from elastic.job import Job
+from elastic.runs import resume
+from elastic.runs.deleted import put_back
+from elastic.runs.run import Run
+from storage.errors import Damaged, Deposed
+from storage.journal import Journal, newest
+from storage.objects import ObjectStore
+from tests.runs.test_forks import job_of, trained
+
+pytestmark = pytest.mark.fast
+
+
+def began(job: Job, kind: str) -> Job:
+    """Begins a run of that kind, and returns its job."""
+    trained(job if kind == "first" else job.replace(steps=4))
+    if kind == "fork":
+        job = job.replace(name="fork", seed=5)
+        resume.start_of(job, "run@4").begin()
+    elif kind == "branch":
+        job = job.replace(seed=5)
+        trained(job, branch=True)
+    return job
+
+
+@pytest.mark.parametrize("kind", ["first", "branch", "fork"])
+def test_a_run_whose_folder_was_deleted_is_the_same_run_again(tmp_path: Path, kind: str) -> None:
+    """The samples of its steps, its origin and its trajectory are those of before.  The controls: nothing is missing; another life."""
+    run = Run.open(began(job_of(tmp_path, steps=6), kind))
+    number = run.claim("here", "its life")
+    again = lambda: run.claim("here", "its life", after=number - 1)  # noqa: E731
+    before = (run.job.digest, run.job.stretches(), run.origin, number)
+    there = sorted(tmp_path.rglob("*"))
+    assert put_back(run, number, "its life", again) == "" and sorted(tmp_path.rglob("*")) == there, "nothing is missing"
+    shutil.rmtree(tmp_path / run.job.name)
+    assert "job.json and the claim of the run are written anew" in put_back(run, number, "its life", again)
+    found = Run.look(run.job)
+    assert (found.job.digest, found.job.stretches(), found.origin, found.latest_claim()) == before
+    assert (len(before[1]) > 1, before[2] is not None) == (kind != "first", kind == "fork"), "the control: there was something to lose"
+    assert put_back(run, number, "its life", again) == ""
+    with pytest.raises(Deposed, match=f"owner/{number:06d}"):
+        put_back(run, number, "another life", again)
+    (tmp_path / run.job.name / "job.json").unlink()
+    assert "job.json of the run are" in put_back(run, number, "its life", again) and Run.look(run.job).job.digest == before[0]
+
+
+def test_the_job_of_a_run_with_branches_in_the_bucket_is_not_guessed(tmp_path: Path) -> None:
+    run = Run.open(began(job_of(tmp_path, steps=6), "branch"))
+    (tmp_path / "run" / "job.json").unlink()
+    assert put_back(run, run.latest_claim(), str((run.owner() or {})["life"]), lambda: None) == ""
+    assert not (tmp_path / "run" / "job.json").exists()
+
+
+@pytest.mark.parametrize("anew", [True, False], ids=("anew", "the control"))
+def test_a_journal_that_begins_anew_can_be_read_without_what_was_deleted(tmp_path: Path, anew: bool) -> None:
+    store, numbers = ObjectStore.open(str(tmp_path / "bucket")), itertools.count()
+    journal = Journal(store, "run", tmp_path / "local", 0, {"run": "long " * 100}, segment_s=3600.0, retry_s=0.001)
+
+    def written() -> None:
+        number = next(numbers)
+        journal.append({"n": number}, lambda: {"run": "long " * 100, "to": number}, durable=False)
+        assert journal.ship(60.0)
+
+    for _ in range(3):
+        written()
+    shutil.rmtree(tmp_path / "bucket" / "run")
+    if anew:
+        journal.begin_anew()
+    for _ in range(3):
+        written()
+    journal.close()
+    if anew:
+        assert newest(store, "run") == ({"run": "long " * 100, "to": 2}, [{"n": 3}, {"n": 4}, {"n": 5}])
+    else:
+        with pytest.raises(Damaged):
+            newest(store, "run")

@@ -345,7 +345,8 @@ def at_rest(job: Job, force: bool, lives: str) -> tuple[Run, int]:
 
     ``lives`` says what to do if it does.
     """
-    from actors.run_commands import Absent, coordinator_of
+    from actors.living import coordinator_of
+    from actors.run_commands import Absent
 
     run = Run.begun(job)
     claim = run.latest_claim()

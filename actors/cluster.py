@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -149,6 +150,40 @@ def check_here(address: str) -> None:
             f"the cluster at {address} answers, but this machine is not one of its nodes: run the command on one of them, or submit it "
             f"(ray job submit --address http://HEAD:8265 --working-dir . -- elastic …)"
         )
+
+
+def known() -> list[str]:
+    """Returns the addresses of the clusters that this process can reach without being told: its own; or else the one that it was submitted
+    to, and those of which this machine is a node.
+    """
+    if ray.is_initialized():
+        return [ray.get_runtime_context().gcs_address]
+    word = os.environ.get("RAY_ADDRESS", "")  # or "auto", or the URL of a server for clients
+    submitted = [word] if re.fullmatch(r"[^/]+:\d+", word) else []
+    try:
+        from ray._private.services import find_gcs_addresses
+    except ImportError:  # a private call
+        return submitted
+    return list(dict.fromkeys([*submitted, *sorted(find_gcs_addresses())]))
+
+
+def has_actor(address: str, name: str) -> bool:
+    """Returns whether the cluster at ``address`` answers and has a living actor of that name, without joining it."""
+    try:
+        from ray._private.state import GlobalState
+        from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
+    except ImportError:  # private; who joins finds out
+        return reachable(address)
+    if not reachable(address):
+        return False
+    head = GlobalState()
+    try:
+        head._initialize_global_state(GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False))
+        return any(each["Name"] == name and each["State"] != "DEAD" for each in head.actor_table(None).values())
+    except Exception:  # Ray's own, of a head that does not answer, or a cluster of somebody else
+        return False
+    finally:
+        head.disconnect()
 
 
 def on_this_machine(address: str) -> bool:

@@ -257,7 +257,14 @@ def metrics(known: Namespace) -> int:
     from elastic.runs.metrics import with_origin
     from elastic.runs.run import Run
 
-    rows = with_origin(Run.begun(of_run(known)))
+    job = of_run(known)
+    try:
+        run = Run.begun(job)
+    except JobError:
+        from actors.living import run_of  # it imports Ray
+
+        run = run_of(job)
+    rows = with_origin(run)
     if known.csv:
         print(csv_table(list(rows)), end="")
     else:
@@ -296,7 +303,8 @@ def _journal_of(path: Path) -> list[Segment]:
 
 def chaos(known: Namespace) -> int:
     from actors.chaos import HARMLESS, PERFORMED, Chaos
-    from actors.run_commands import Absent, coordinator_of
+    from actors.living import coordinator_of
+    from actors.run_commands import Absent
     from elastic.sim.faults import Kind, draw, from_json
 
     job = of_run(known)

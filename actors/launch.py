@@ -301,10 +301,15 @@ def _left(job: Job, view: View, requests: Requests) -> Result:
     return Result(view.state, reason, view.step, STOPPED, job.bucket, job.name)
 
 
+def name_of(run: str) -> str:
+    """Returns the name of the actor that is the coordinator of a run."""
+    return f"{run}/coordinator"
+
+
 def attach(name: str) -> Any | None:
     """Returns the coordinator of the run, or None if none lives in this cluster."""
     try:
-        return ray.get_actor(f"{name}/coordinator", namespace=cluster.NAMESPACE)
+        return ray.get_actor(name_of(name), namespace=cluster.NAMESPACE)
     except ValueError:
         return None
 
@@ -409,7 +414,7 @@ def start(job: Job, reference: Build, driver: str, seen: int, objects: Sequence[
     coordinator = (
         ray.remote(concurrency_groups={"inbox": 1, "view": 4})(cluster.titled(Coordinator, job.name))
         .options(
-            name=f"{job.name}/coordinator",
+            name=name_of(job.name),
             namespace=cluster.NAMESPACE,
             get_if_exists=True,  # two drivers that start at the same time get the same coordinator, and the first of them owns the run
             lifetime="detached",

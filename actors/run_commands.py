@@ -13,6 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, launch
+from actors.living import ANSWER_S, connected, coordinator_of, note_deletion, run_of
 from actors.prints import Prints, Reading
 from actors.processes import clear, end_on_sigterm
 from actors.terminal import say, screen_for, show_result
@@ -23,30 +24,12 @@ from elastic.job import Job
 from elastic.runs import owed, skipped
 from elastic.runs.run import LOCAL, Run
 
-ANSWER_S = 15.0
-"""Seconds in which a coordinator must answer before it counts as one that may be dead."""
 SHOWN_WARNINGS = 6
 """Largest number of warnings about gradients that a line names."""
 FOLLOW_S = 0.5
 """Seconds from one look at the logs of living workers to the next."""
 CLEAR_S = 30.0
 """Seconds that a node may take to end the processes of a run and remove what they left."""
-
-
-def _connected(job: Job) -> bool:
-    """Connects to the cluster that the run was on last, and tells whether that cluster answers."""
-    owner = Run.find(job).owner()
-    if owner is None or owner["address"] == LOCAL or not cluster.reachable(owner["address"]):
-        return False
-    if not ray.is_initialized():
-        cluster.check_here(owner["address"])
-    cluster.connect(owner["address"])
-    return cluster.joined(owner["address"])
-
-
-def coordinator_of(job: Job) -> Any | None:
-    """Returns the coordinator of the run, or None if the run is not found running."""
-    return launch.attach(job.name) if _connected(job) else None
 
 
 @dataclass(frozen=True)
@@ -85,6 +68,7 @@ def status(job: Job, once: bool) -> int:
     """Prints where the run stands, and follows it unless ``once``.  Raises :class:`JobError` if the bucket has no such run."""
     coordinator = coordinator_of(job)
     if coordinator is not None:
+        note_deletion(job)
         return _watch(job, coordinator, once=once)
     say(Absent.of(job).said)
     return 0
@@ -98,6 +82,7 @@ def attach(job: Job, line: str, quiet: bool = False, prints: str | None = None) 
     """
     coordinator = coordinator_of(job)
     if coordinator is not None:
+        note_deletion(job)
         result = launch.follow(job, coordinator, Prints(screen_for(job, quiet=quiet), prints))
         return show_result(result, Run.find(job).job, line)  # the steps are those of the run, whatever the file says by now
     absent = Absent.of(job)
@@ -120,6 +105,7 @@ def stop(job: Job) -> int:
             raise PlatformGaveUp(absent.said)
         say(absent.said)
         return 0
+    note_deletion(job)
     driver = uuid.uuid4().hex  # with a driver that waits, the coordinator stays until it has told the end
     return _watch(job, coordinator, once=False, driver=driver, stop="elastic stop")
 
@@ -187,7 +173,7 @@ def clean(job: Job, force: bool) -> int:
 
     Raises :class:`PlatformGaveUp` if the run lives, unless ``force``.
     """
-    if not _connected(job):
+    if not connected(job):
         removed = clear(job.name, CLEAR_S)
         _tell(removed, "this machine (the run's cluster has ended, or cannot be reached from here)")
         return 0
@@ -236,7 +222,7 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
     With ``follow`` it prints what these print from now on, until the run is over.  Returns 1 if there are no logs.  Raises
     :class:`JobError` if the bucket has no such run, and :class:`PlatformGaveUp` if its coordinator does not answer.
     """
-    store, said = Run.begun(job).store, False
+    store, said = run_of(job).store, False
     prefix = f"{job.name}/logs/"
     for key in store.list(prefix):
         if not workers or Path(key).stem in workers:

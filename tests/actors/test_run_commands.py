@@ -19,6 +19,7 @@ import ray
 from actors import cluster, run_commands
 from actors.cli import main
 from actors.launch import attach, reap, start
+from actors.living import coordinator_of
 from actors.prints import Prints
 from actors.processes import clear, log_file, log_folder, make_log_folder, remove_logs
 from actors.terminal import Screen
@@ -62,11 +63,9 @@ def test_a_run_of_another_cluster_may_live(tmp_path: Path) -> None:
     run = Run.open(toy_job(tmp_path, name=uuid.uuid4().hex))
     run.claim("127.0.0.1:1")
     absent = run_commands.Absent.of(run.job)
-    assert run_commands.coordinator_of(run.job) is None and not absent.over and "127.0.0.1:1, cannot be reached" in absent.said
+    assert coordinator_of(run.job) is None and not absent.over and "127.0.0.1:1, cannot be reached" in absent.said
     run.claim(ray.get_runtime_context().gcs_address)
-    assert run_commands.coordinator_of(run.job) is None and run_commands.Absent.of(run.job).over, (
-        "the control: this cluster has no such run"
-    )
+    assert coordinator_of(run.job) is None and run_commands.Absent.of(run.job).over, "the control: this cluster has no such run"
 
 
 def reached(name: str, step: int) -> bool:

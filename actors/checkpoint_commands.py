@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +15,12 @@ from actors.terminal import console, say
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.protocol import lineage
 from elastic.protocol.spikes import Held
 from elastic.report.page.words import counted
 from elastic.runs import branches, forks, retention
 from elastic.runs.quarantine import held_in
 from elastic.runs.run import Run
+from elastic.runs.which import left_behind, parsed, version_at
 from storage.checkpoints import EXPORTED, Manifest
 from storage.errors import Exists, StorageError
 from storage.slices import Tensor, nbytes
@@ -60,7 +59,7 @@ def show(job: Job, step: str | None, quarantine: bool = False) -> int:
     With ``quarantine`` it prints its samples in quarantine instead, oldest first.
     """
     run = Run.begun(job)
-    version = _version_at(run, step)
+    version = version_at(run, step)
     reader = run.checkpoints.open(version)
     held = held_in(reader)
     if quarantine:
@@ -121,7 +120,7 @@ def diff(job: Job, steps: Sequence[str], every: bool, top: int) -> int:
     from elastic.state.difference import compare
 
     run = Run.begun(job)
-    first, second = (run.checkpoints.open(_version_at(run, step, "--between")) for step in steps)
+    first, second = (run.checkpoints.open(version_at(run, step, "--between")) for step in steps)
     found = compare(first, second, ("",) if every else ("parameter",))
     listed = sorted(found.moved, key=lambda each: (not any(each.strange), -each.part))
     table = Table(
@@ -159,10 +158,10 @@ def rm(job: Job, which: str, force: bool) -> int:
     ``which`` is a step, or a step and a generation with a dot between them.  Raises :class:`JobError` if there is none, or if the run goes
     on from there or from before, or a branch does, and :class:`PlatformGaveUp` if the run may live, unless ``force``.
     """
-    step, generation = _parsed(which)
+    step, generation = parsed(which)
     run, claim = at_rest(job, force, LIVES)
     there = [each.version for each in run.checkpoints.at(step)]
-    left = _left_behind(run, there)
+    left = left_behind(run, there)
     found = [each for each in there if (each.generation == generation if generation is not None else each not in left)]
     if not found and not left:
         raise JobError(f"--step {which}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those that it has")
@@ -176,41 +175,6 @@ def rm(job: Job, which: str, force: bool) -> int:
     return 0
 
 
-def _parsed(which: str, setting: str = "--step") -> tuple[int, int | None]:
-    """Returns the step and the generation that a command names, None for the generation of the run's present line."""
-    if not re.fullmatch(r"\d+(\.\d+)?", which):
-        raise JobError(f"{setting} = {which!r} must be a step, as 400, or a step and its generation, as 400.3")
-    step, _, generation = which.partition(".")
-    return int(step), int(generation) if generation else None
-
-
-def _version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
-    """Returns the good checkpoint that a command names, or the newest one.
-
-    Raises :class:`JobError` if there is none, which names those that the run has left behind at that step.
-    """
-    if which is None:
-        return run.version_at(None)
-    step, generation = _parsed(which, setting)
-    good = [each.version for each in run.checkpoints.at(step) if each.good]
-    if generation is not None and Version(step, generation) in good:
-        return Version(step, generation)
-    try:
-        if generation is None:
-            return run.version_at(step)
-        raise JobError(f"{setting} {which}: {run.job.name} has no such good checkpoint; `elastic checkpoint ls` lists those that it has")
-    except JobError as error:
-        left = ", ".join(f"{each.step}.{each.generation}" for each in _left_behind(run, good))
-        raise JobError(f"{error}; it has left behind {left}" if left else str(error)) from None
-
-
-def _left_behind(run: Run, versions: Sequence[Version]) -> list[Version]:
-    """Returns those of ``versions`` that are not on the way of the run: a branch or a fall-back has abandoned them."""
-    line, every = run.standing(0, 0.0).history.lineage, branches.every(run.store, run.job.name)
-    passed = [each for each in versions if each.step <= lineage.tip(line).step and not lineage.contains(line, each)]
-    return [each for each in versions if each in passed or branches.abandoned(every, each)]
-
-
 def _named(versions: Sequence[Version]) -> str:
     return ", ".join(f"{each} (--step {each.step}.{each.generation})" for each in versions)
 
@@ -222,7 +186,7 @@ def _check_not_needed(run: Run, version: Version, asked: str) -> None:
     newest = run.newest() or Version(0, 0)
     if version == newest:
         raise JobError(f"{asked} is the newest good checkpoint, from which the run goes on; it stays until there is a newer one")
-    if version > newest and not _left_behind(run, [version]):
+    if version > newest and not left_behind(run, [version]):
         raise JobError(
             f"{asked} is later than step {newest.step}, from which the run goes on; it stays until the run has saved a later step"
         )
@@ -284,7 +248,7 @@ def _release(run: Run, dry: bool, claim: int) -> None:
 def verify(job: Job, step: str | None) -> int:
     """Checks every digest of the checkpoint of ``step``, or of the newest good one.  Returns 1 if it is not good."""
     run = Run.begun(job)
-    report = run.checkpoints.verify(_version_at(run, step))
+    report = run.checkpoints.verify(version_at(run, step))
     say(str(report))
     return 0 if report.good else 1
 
@@ -296,7 +260,7 @@ def export(job: Job, step: str | None, folder: Path) -> int:
     if there:
         raise JobError(f"--to = {str(folder)!r} has {' and '.join(there)} already, perhaps of another step; name a new folder")
     try:
-        written = run.checkpoints.export(_version_at(run, step), folder)
+        written = run.checkpoints.export(version_at(run, step), folder)
     except OSError as error:  # an error of the bucket would be a StorageError
         raise JobError(f"--to = {str(folder)!r} is not a folder that can be written: {error.strerror}; name a new folder") from error
     for path in written:

@@ -15,6 +15,7 @@ from elastic.report.best import Best, Loss, best, number_of
 from elastic.runs import branches, forks, metrics
 from elastic.runs.forks import Origin
 from elastic.runs.run import Run
+from elastic.runs.which import is_step, left_behind, version_at
 from storage.objects import ObjectStore
 
 LATEST = "latest"
@@ -66,7 +67,7 @@ def start_of(job: Job, resume: str | int = LATEST) -> Start:
     there = branches.stored(ObjectStore.open(job.bucket), job.name)
     if word == LATEST:
         return Start(job) if there is not None else _warm(job)
-    if word.isdecimal():
+    if is_step(word):
         return _older(job, Run.begun(job), word)
     try:
         name, which = checkpoint_of(word)
@@ -87,6 +88,11 @@ def _older(job: Job, run: Run, which: str) -> Start:
     goes on: a supervisor starts the same line again and again.
     """
     version, newest = checkpoint(run, which), run.newest()
+    if "." in which and left_behind(run, [version]):
+        raise JobError(
+            f"--resume {which}: {run.job.name} has left {version} behind, so it cannot go on from there; a new run can: "
+            f"--name OTHER --resume {run.job.name}@{which}"
+        )
     begun = branches.every(run.store, run.job.name)[-1:]
     same = not branches.changed(job.going_on(branches.stored(run.store, run.job.name) or {}), run.job)
     if begun and same and begun[0]["step"] == version.step and newest is not None and newest.step > version.step:
@@ -96,7 +102,8 @@ def _older(job: Job, run: Run, which: str) -> Start:
 
 
 def checkpoint(run: Run, which: str) -> Version:
-    """Returns the good checkpoint of ``run`` that ``latest``, ``best`` or a step names; step 0 is its beginning.
+    """Returns the good checkpoint of ``run`` that ``latest``, ``best``, or a step with or without its generation names; step 0 is its
+    beginning.
 
     Raises :class:`JobError` if there is none.
     """
@@ -104,9 +111,7 @@ def checkpoint(run: Run, which: str) -> Version:
         return _best(run)
     if which == "0" and run.checkpoints.inherited:
         raise JobError(f"step 0: {run.job.name} was forked at step {min(run.checkpoints.inherited).step}, and has no steps before that")
-    if which == LATEST or which.isdecimal():
-        return Version(0, 0) if which == "0" else run.version_at(None if which == LATEST else int(which))
-    return Origin.of(f"{run.job.name}@{which}").version
+    return Version(0, 0) if which == "0" else version_at(run, None if which == LATEST else which, "checkpoint")
 
 
 def saved(run: Run) -> list[Version]:

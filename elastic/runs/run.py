@@ -162,7 +162,11 @@ class Run:
         made = self.made(step)
         if not contains(self.standing(0, 0.0).history.lineage, made):
             return self.job
-        return self._begun_as(branches.at(self.store, self.job.name, made))
+        return self.job_at(made)
+
+    def job_at(self, version: Version) -> Job:
+        """Returns the job of the branch that committed ``version``, which a later branch may have abandoned."""
+        return self._begun_as(branches.at(self.store, self.job.name, version))
 
     def made(self, step: int) -> Version:
         """Returns the version of ``step`` on the surviving lineage; if no checkpoint knows it, of the last known generation."""

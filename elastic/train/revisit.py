@@ -24,6 +24,7 @@ from elastic.protocol.plan import Plan
 from elastic.report.ledger import ledger
 from elastic.runs import code
 from elastic.runs.run import Run
+from elastic.runs.which import version_at
 from elastic.sources import sources_of
 from elastic.state.heal import Healing
 from elastic.train.alone import WORKER, go
@@ -41,10 +42,11 @@ from storage.checkpoints import Checkpoints
 
 
 def evaluate_here(
-    job: Job, step: int | None = None, *, accept_code: bool = False, tell: Callable[[str], object] = lambda _: None
+    job: Job, step: int | str | None = None, *, accept_code: bool = False, tell: Callable[[str], object] = lambda _: None
 ) -> tuple[Version, Validated]:
     """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of ``[validation]``.
 
+    ``step`` may name the generation, too, as ``400.3``, of a checkpoint that the run has left behind.
     ``tell`` is called with a sentence if these are the samples that are trained on, as they are without ``[validation]``.
     Raises :class:`JobError`, also if it was made with other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes
     that changed.
@@ -53,13 +55,14 @@ def evaluate_here(
 
 
 def validate_here(
-    job: Job, step: int | None = None, *, accept_code: bool = False, tell: Callable[[str], object] = lambda _: None
+    job: Job, step: int | str | None = None, *, accept_code: bool = False, tell: Callable[[str], object] = lambda _: None
 ) -> tuple[Version, Validated, str]:
     """Returns and raises as :func:`evaluate_here`, and returns what tells the samples from others besides."""
     run = Run.begun(job)
     asked = job.validation.model_copy(update={"every": max(job.validation.every, 1), "by": "members"})
-    with _restored(run, job, run.job.replace(validation=asked), step, step, accept_code) as (session, state, fence):
-        version = state.shard.version
+    version = Version(0, 0) if step in (0, "0") else version_at(run, None if step is None else str(step))
+    made, by = (version, run.job_at(version)) if version.step else (run.made(0), run.job_of(0))
+    with _restored(run, job, run.job.replace(validation=asked), version, made, by, accept_code) as (session, state, fence):
         for each in unlike_held_out(session):
             tell(each)
         return version, validate(session, state, fence, version.step), held_out_of(session)
@@ -95,7 +98,8 @@ def rerun_here(job: Job, step: int, *, accept_code: bool = False) -> Again:
     its = run.job_of(step)
     watched = its.watch.model_copy(update={"every": 1})
     outcomes = list[Outcome]()
-    with _restored(run, job, its.replace(watch=watched, faults=()), step - 1, step, accept_code) as (session, state, fence):
+    version = run.version_at(step - 1) if step > 1 else Version(0, 0)
+    with _restored(run, job, its.replace(watch=watched, faults=()), version, run.made(step), its, accept_code) as (session, state, fence):
         shape = CommitShape(1, 1, its.microbatches, its.microbatch_size, Layout())
 
         def once() -> Generator[Step]:
@@ -113,23 +117,21 @@ def _with_objects(its: Job, job: Job) -> Job:
 
 @contextmanager
 def _restored(
-    run: Run, job: Job, its: Job, step: int | None, made: int | None, accept_code: bool
+    run: Run, job: Job, its: Job, version: Version, made: Version, by: Job, accept_code: bool
 ) -> Iterator[tuple[Session, State, ApplyFence]]:
-    """Yields the state of the good checkpoint at ``step``, or of the newest, and what is needed to compute with it, on the workers' kind of
-    device that ``job`` names.
+    """Yields the state of ``version`` and what is needed to compute with it by the job ``its``, on the workers' kind of device that ``job``
+    names.
 
-    Raises :class:`JobError` if the step ``made``, or the newest one, was made with other code, unless ``accept_code``.
+    Raises :class:`JobError` if ``made``, which a world of the job ``by`` committed, was made with other code, unless ``accept_code``.
     """
-    version = Version(0, 0) if step == 0 else run.version_at(step)
     its = _with_objects(its, job).replace(workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
     device = prepare_process(its)
     with TemporaryDirectory() as folder:
         session = make_session(its, Counters(Path(folder) / "counters", create=True))
         fence = ApplyFence(Member(WORKER))
         try:
-            then = run.made(version.step if made is None else made)
-            sources = sources_of(_with_objects(run.job_of(then.step), job).code())
-            code.check_that_of(run, then, sources, accept=accept_code, looks=True)
+            sources = sources_of(_with_objects(by, job).code())
+            code.check_that_of(run, made, sources, accept=accept_code, looks=True)
             with _alone(session, device, run.checkpoints, version, fence) as state:
                 yield session, state, fence
         finally:

@@ -87,6 +87,7 @@ IMPORTS = {
     ),
     "elastic.runs.code": Row(("elastic", "elastic.runs.branches", "elastic.runs.run", "elastic.sources", *NAMES)),
     "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.forks", "elastic.runs.run", "storage.errors")),
+    "elastic.runs.which": Row(("elastic.protocol.lineage", "elastic.runs.branches", "elastic.runs.run", *NAMES)),
     "elastic.runs.data": Row(("elastic.runs.forks", "elastic.runs.run", "storage.*", *NAMES)),
     "elastic.runs.asked": Row(
         (
@@ -142,7 +143,7 @@ IMPORTS = {
                 "elastic.runs.metrics",
                 "elastic.plan.stretches",
             ),
-            *("elastic.protocol.lineage", "elastic.runs.run", "storage.*", *NAMES),
+            *("elastic.protocol.lineage", "elastic.runs.which", "elastic.runs.run", "storage.*", *NAMES),
         )
     ),
     "elastic.runs.named": Row(("elastic.config.settings", "elastic.job", "elastic.runs.branches", "storage.objects", *NAMES)),
@@ -238,6 +239,7 @@ IMPORTS = {
                 "elastic.runs.owed",
                 "elastic.runs.quarantine",
                 "elastic.runs.resume",
+                "elastic.runs.which",
             ),
             *("elastic.runs.retention", "elastic.sinks.port", "elastic.sources", "elastic.kernels.attention", *NAMES),
         ),

@@ -1,0 +1,52 @@
+"""Finds the checkpoint that a command names: by its step, or by its step and its generation if the run has left it behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from elastic.errors import JobError
+from elastic.ids import Version
+from elastic.protocol import lineage
+from elastic.runs import branches
+from elastic.runs.run import Run
+
+
+def is_step(word: str) -> bool:
+    """Returns whether a word is a step, as 400, or a step and its generation, as 400.3."""
+    return re.fullmatch(r"\d+(\.\d+)?", word) is not None
+
+
+def parsed(which: str, setting: str = "--step") -> tuple[int, int | None]:
+    """Returns the step and the generation that a command names, None for the generation of the run's present line."""
+    if not is_step(which):
+        raise JobError(f"{setting} = {which!r} must be a step, as 400, or a step and its generation, as 400.3")
+    step, _, generation = which.partition(".")
+    return int(step), int(generation) if generation else None
+
+
+def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
+    """Returns the good checkpoint that a command names, or the newest one.
+
+    Raises :class:`JobError` if there is none, which names those that the run has left behind at that step.
+    """
+    if which is None:
+        return run.version_at(None)
+    step, generation = parsed(which, setting)
+    good = [each.version for each in run.checkpoints.at(step) if each.good]
+    if generation is not None and Version(step, generation) in good:
+        return Version(step, generation)
+    try:
+        if generation is None:
+            return run.version_at(step)
+        raise JobError(f"{setting} {which}: {run.job.name} has no such good checkpoint; `elastic checkpoint ls` lists those that it has")
+    except JobError as error:
+        left = ", ".join(f"{each.step}.{each.generation}" for each in left_behind(run, good))
+        raise JobError(f"{error}; it has left behind {left}" if left else str(error)) from None
+
+
+def left_behind(run: Run, versions: Sequence[Version]) -> list[Version]:
+    """Returns those of ``versions`` that are not on the way of the run: a branch or a fall-back has abandoned them."""
+    line, every = run.standing(0, 0.0).history.lineage, branches.every(run.store, run.job.name)
+    passed = [each for each in versions if each.step <= lineage.tip(line).step and not lineage.contains(line, each)]
+    return [each for each in versions if each in passed or branches.abandoned(every, each)]

@@ -1,0 +1,60 @@
+"""A checkpoint that a run has left behind is named by its generation, for whoever looks at it or begins a run there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.cli import main
+from elastic.errors import JobError
+from elastic.ids import Version
+from elastic.runs.resume import start_of
+from elastic.train.revisit import evaluate_here
+from tests.runs.test_forks import FAST, job_of, steps_of, told, trained
+from tests.support.chaos import exported_hash
+from tests.support.job_file import to_toml
+
+pytestmark = pytest.mark.fast
+
+
+def test_a_checkpoint_that_was_left_behind_is_evaluated_when_it_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It loses what it lost before the rewind, to the bit.  The control: the run's own checkpoint of that step loses something else."""
+    job = job_of(tmp_path)
+    trained(job)
+    before = {step: evaluate_here(job, step) for step in (4, 6)}
+    job = job_of(tmp_path, **FAST)
+    trained(job, resume=2)
+    for step, (version, lost) in before.items():
+        assert version == Version(step, 1) and evaluate_here(job, f"{step}.1") == (version, lost)
+        own, other = evaluate_here(job, step)
+        assert own == Version(step, 2) and other.loss != lost.loss and evaluate_here(job, f"{step}.2") == (own, other)
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    assert main(["evaluate", str(tmp_path / "job.toml"), "--step", "6.1"]) == 0
+    assert f"validation after step 6: loss {before[6][1].mean:.6g} over" in capsys.readouterr().out
+    refused = {"5.1": "--step 5.1: run has no such good", "6.7": r"it has left behind 6\.1", "x": "--step = 'x' must be a step"}
+    for word, why in refused.items():
+        assert main(["evaluate", str(tmp_path / "job.toml"), "--step", word]) == 1
+        with pytest.raises(JobError, match=why):
+            evaluate_here(job, word)
+
+
+def test_a_run_goes_on_from_what_another_has_left_behind_and_not_from_its_own(tmp_path: Path) -> None:
+    """The oracle is a fork that was begun before the rewind.  The control: a fork of the run's own checkpoint of that step."""
+    job = job_of(tmp_path)
+    trained(job)
+    trained(job_of(tmp_path, name="early", steps=8), resume="run@6")
+    trained(job_of(tmp_path, **FAST), resume=2)
+    lines = trained(job_of(tmp_path, name="late", steps=8), resume="run@6.1")
+    assert steps_of(lines) == [7, 8] and "late goes on from step 6 of generation 1 of run" in told(lines)
+    trained(job_of(tmp_path, name="other", steps=8), resume="run@6")
+    early, late, other = (exported_hash(job_of(tmp_path, name=name, steps=8)) for name in ("early", "late", "other"))
+    assert early == late != other
+    job = job_of(tmp_path, steps=8, **FAST)
+    for word in ("6.1", "run@6.1"):
+        with pytest.raises(JobError, match=r"run has left step 6 of generation 1 behind, .* --name OTHER --resume run@6.1"):
+            start_of(job, word)
+    assert start_of(job, "6.2").at == start_of(job, "run@6").at == Version(6, 2)
+    for name, word in (("run", "run@6.7"), ("new", "run@6.7"), ("run", "6.7")):
+        with pytest.raises(JobError, match=r"checkpoint 6\.7: run has no such good checkpoint; .* left behind 6\.1"):
+            start_of(job_of(tmp_path, name=name, steps=8), word)

@@ -259,12 +259,12 @@ def metrics(known: Namespace) -> int:
 
     job = of_run(known)
     try:
-        run = Run.begun(job)
+        rows = with_origin(Run.begun(job))
     except JobError:
         from actors.living import run_of  # it imports Ray
 
-        run = run_of(job)
-    rows = with_origin(run)
+        run_of(job)
+        rows = iter(())  # before its next save there are none, and its journal lacks the beginning
     if known.csv:
         print(csv_table(list(rows)), end="")
     else:

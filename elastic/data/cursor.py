@@ -223,12 +223,12 @@ class _Mixed:
 def permuted(slot: int, count: int, key: bytes) -> int:
     """Returns the image of ``slot`` under the permutation of ``range(count)`` that ``key`` selects."""
     columns = math.isqrt(count - 1) + 1
-    rows = -(-count // columns)
+    rows, hashes = -(-count // columns), _rounds(key)
     while True:
         row, column = divmod(slot, columns)
-        for round_ in range(0, ROUNDS, 2):
-            row = (row + _hash(key, round_, column)) % rows
-            column = (column + _hash(key, round_ + 1, row)) % columns
+        for of_column, of_row in hashes:
+            row = (row + _finished(of_column, column)) % rows
+            column = (column + _finished(of_row, row)) % columns
         slot = row * columns + column
         if slot < count:
             return slot
@@ -241,9 +241,20 @@ def _key(*parts: object) -> bytes:
 
 def _hash(key: bytes, tweak: int, value: int) -> int:
     """Returns a hash of 128 bits: so wide that taking a remainder of it favours no value."""
-    found = _begun(key, tweak).copy()
+    return _finished(_begun(key, tweak), value)
+
+
+def _finished(begun: hashlib.blake2b, value: int) -> int:
+    """Returns the hash of ``value`` with what ``begun`` has taken in."""
+    found = begun.copy()
     found.update(value.to_bytes(8, "little"))
     return int.from_bytes(found.digest(), "little")
+
+
+@lru_cache(maxsize=KEYS)
+def _rounds(key: bytes) -> list[tuple[hashlib.blake2b, hashlib.blake2b]]:
+    """Returns what :func:`permuted` hashes with: for each two of its rounds, the hash of a column and that of a row."""
+    return [(_begun(key, tweak), _begun(key, tweak + 1)) for tweak in range(0, ROUNDS, 2)]
 
 
 @lru_cache(maxsize=ROUNDS * KEYS)

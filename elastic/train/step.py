@@ -167,8 +167,7 @@ class Step:
         """Runs forward and backward of this member's microbatches with ``loss``, or with that of the job."""
         for batch in self.batches():
             with self._failure:
-                found = loss_of(self._session, self._state.model, batch, loss)
-            self.backward(*found)
+                self._backward(*loss_of(self._session, self._state.model, batch, loss))
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yields this member's microbatches, on its device.  Each wants forward, and :meth:`backward`, before the next one comes.
@@ -195,7 +194,6 @@ class Step:
         """
         with self._failure:
             self._expect(self._open, "step.backward() has no microbatch; call it once for each of step.batches()")
-            self._open = False
             loss, count = expect_sum("step.backward()", (loss, count), self._session.job.model)
             self._backward(loss, count)
 
@@ -255,6 +253,7 @@ class Step:
 
     def _backward(self, loss: torch.Tensor, count: torch.Tensor | float) -> None:
         session, state, share, index = self._session, self._state, self._share, self._index
+        self._open = False
         state.parameters.end_forward()
         state.statistics.add(index)
         share.losses.append(loss.detach())

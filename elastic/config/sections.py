@@ -186,7 +186,8 @@ class Parallel(Part):
     """
     bucket_elements: Free[Positive | Literal["block"]] = "block"
     """Largest number of elements of a bucket, with ``zero`` 0, 1 or 2: consecutive blocks are joined up to it, and gathered and summed by
-    one collective.  ``block``: each block by itself.  With small blocks, 5e8 saves collectives and takes memory for a bucket.
+    one collective.  ``block``: each block by itself; a worker without others joins small ones.  With small blocks, 5e8 saves collectives
+    and takes memory for a bucket.
     """
     use: Free[Literal["all", "fit"]] = "all"
     """``all`` takes a larger shard degree if that uses workers that would be left over, unless they are fewer than one in eight and

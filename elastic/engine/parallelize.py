@@ -37,6 +37,11 @@ from elastic.kernels.attention import PACKAGE, Kernel, open_flash_4
 from elastic.models.spec import ShardingTable
 from elastic.plan.batch import deal_of
 
+ALONE = 1 << 20
+"""Number of elements up to which blocks of a member without others are joined: 4 MiB of gradients in float32.  Nothing travels there that
+could begin earlier, and a GPU sums such a bucket in less time than the host takes to launch that.
+"""
+
 
 def parallelize(
     blueprint: nn.Module, world: World, job: Job, *, backend: str = INDUCTOR
@@ -67,7 +72,8 @@ def parallelize(
         apply_groups(blueprint, table)
     apply_activations(blueprint, table, job.activations)
     if world.layout.dp_shard == 1 or job.parallel.zero in (1, 2):
-        parameters = Whole(blueprint, world, table, precision, scheme, offloads=job.offloads, bucket=job.parallel.elements, visits=visits)
+        bucket = job.parallel.elements or (ALONE if world.size == 1 and visits is None else 0)
+        parameters = Whole(blueprint, world, table, precision, scheme, offloads=job.offloads, bucket=bucket, visits=visits)
         for module in blueprint.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 module._buffers[name] = torch.empty_like(buffer, device=world.device)

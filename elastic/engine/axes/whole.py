@@ -65,12 +65,16 @@ class _Unit:
 
     def came(self) -> list[Tensor] | None:
         """Returns the gradients, in the order of ``names``, once the present backward pass has brought all of them; else None."""
-        found = [grad for parameter in self.computing if (grad := parameter.grad) is not None]
-        return found if len(found) == len(self.computing) else None
+        found = list[Tensor]()
+        for parameter in self.computing:
+            if (grad := parameter.grad) is None:
+                return None
+            found.append(grad)
+        return found
 
-    def missing(self) -> int:
-        """Returns the place of the first parameter whose gradient has not come yet."""
-        return next(place for place, parameter in enumerate(self.computing) if parameter.grad is None)
+    def missing(self) -> int | None:
+        """Returns the place of the first parameter whose gradient has not come yet; None if all have."""
+        return next((place for place, parameter in enumerate(self.computing) if parameter.grad is None), None)
 
 
 class Whole(Parameters):
@@ -232,15 +236,16 @@ class Whole(Parameters):
         If the unit still misses one, that one is watched too.  So somebody who has not come yet is watched until all have come, also where
         the order changes from one microbatch to the next.
         """
-        if number >= self._next and self._units[number].came() is None:
-            return self._watch(number, self._units[number].missing())
         while self._next < len(self._units) and (came := self._units[self._next].came()) is not None:
             self._sum(self._units[self._next], came)
+        if number >= self._next and (missing := self._units[number].missing()) is not None:
+            self._watch(number, missing)
 
     def end_round(self) -> None:
         for unit in self._units[: self._next]:
-            if late := [name for name, parameter in zip(unit.names, unit.computing, strict=True) if parameter.grad is not None]:
-                raise ModelError(TWICE.format(late[0]))
+            for place, parameter in enumerate(unit.computing):
+                if parameter.grad is not None:
+                    raise ModelError(TWICE.format(unit.names[place]))
         for unit in self._units[self._next :]:
             came = ((parameter, parameter.grad) for parameter in unit.computing)
             self._sum(unit, [grad if grad is not None else torch.zeros_like(parameter) for parameter, grad in came])

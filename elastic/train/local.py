@@ -36,7 +36,7 @@ from elastic.protocol.plan import Plan
 from elastic.report.metrics import Row, row_of, with_validation
 from elastic.report.story import Line, Scored, Sentence, Story
 from elastic.runs import asked as recorded
-from elastic.runs import data, owed
+from elastic.runs import data, owed, validations
 from elastic.runs.metrics import Sinks, store_rows
 from elastic.runs.resume import best_of
 from elastic.runs.retention import Retention
@@ -218,9 +218,17 @@ class _Local:
         if self.found is None or self.found[0] != step:
             self.found = step, validate(self.session, state, self.apply_fence, step)
             self.show(Scored(time.time(), told_of(step, self.found[1]), step, self.found[1].mean))
-            if self.rows:
-                self.rows[-1] = with_validation(self.rows[-1], self.found[1], held_out_of(self.session))
+            self._note(self.found[1])
         return self.found[1]
+
+    def _note(self, found: Validated) -> None:
+        """Adds a validation to the row of the last step, or stores it by itself if that row is stored."""
+        held_out, version = held_out_of(self.session), lineage.tip(self.lineage)
+        if self.rows:
+            self.rows[-1] = with_validation(self.rows[-1], found, held_out)
+        elif version not in validations.stored(self.run.store, self.run.job.name):  # else it is a measurement that was made before
+            row: Row = {"step": version.step, "generation": version.generation, "time": time.time()}
+            validations.store(self.run.store, self.run.job.name, with_validation(row, found, held_out))
 
     def _healed(self) -> State:
         """Returns the state of the newest readable checkpoint.  A damaged checkpoint is quarantined, and never read again."""

@@ -239,6 +239,7 @@ IMPORTS = {
                 "elastic.runs.owed",
                 "elastic.runs.quarantine",
                 "elastic.runs.resume",
+                "elastic.runs.validations",
                 "elastic.runs.which",
             ),
             *("elastic.runs.retention", "elastic.sinks.port", "elastic.sources", "elastic.kernels.attention", *NAMES),

@@ -133,9 +133,9 @@ class Rows:
         untold, reached = self._history["untold"], max((step for _, step in self._history["lineage"]), default=0)
         return min(untold) - 1 if untold else reached
 
-    def surviving(self) -> list[Row]:
-        """Returns the rows of the surviving lineage, in order, each step once."""
-        lineage = self.lineage
+    def surviving(self, lineage: Lineage | None = None) -> list[Row]:
+        """Returns the rows of the surviving lineage, or of another one, in order, each step once."""
+        lineage = self.lineage if lineage is None else lineage
         versions = sorted(version for version in self._rows if contains(lineage, version))
         found = {version.step: self._rows[version] for version in versions}
         for (step, by), validated in self._validated.items():

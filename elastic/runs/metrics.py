@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from heapq import merge
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -29,13 +30,13 @@ from elastic.job import Job
 from elastic.protocol.lineage import Lineage, contains, cut, tip
 from elastic.report.best import Loss
 from elastic.report.metrics import VALIDATION, Row, Rows, json_line, row_from, version_of
-from elastic.runs import branches, forks
+from elastic.runs import branches
 from elastic.runs import validations as told
 from elastic.runs.run import Run
 from elastic.sinks.port import Sink, TrackedRun, make_sink
 from elastic.threads import keep_going
 from storage import journal
-from storage.errors import Exists, StorageError, Unavailable
+from storage.errors import Damaged, Exists, StorageError, Unavailable
 from storage.objects import ObjectStore
 
 ROWS = 10_000
@@ -146,10 +147,26 @@ def rates(job: Callable[[Version], Job]) -> Callable[[Version, float | None], fl
 
 
 def keep_until(run: Run, version: Version) -> None:
-    """Stores the rows up to ``version`` in a file of their own, if they share one with later steps, which are about to be abandoned."""
-    kept = cut(run.standing(0, 0.0).history.lineage, version)
+    """Stores the rows up to ``version`` in a file of their own, if they share one with later steps, which are about to be abandoned.
+
+    Those that only the journal has are stored before, also of the later steps: a fork may have begun there.
+    """
+    lineage = run.standing(0, 0.0).history.lineage
+    with suppress(Damaged):  # nobody can read these rows any more, and going back is a way out
+        store_journaled(run, lineage)
+    kept = cut(lineage, version)
     whole = [place.step for place in places(run.store, run.job.name) if contains(kept, Version(place.step, place.generation))]
     store_rows(run.store, run.job.name, list(stored(run.store, run.job.name, kept, max(whole, default=0))))
+
+
+def store_journaled(run: Run, lineage: Lineage) -> None:
+    """Stores the rows of ``lineage`` that only the journal has.  Whoever goes on from its end without a journal calls it before: readers
+    would not look there any more.  Raises :class:`~storage.errors.StorageError`.
+    """
+    following = Following(run)
+    following.read()
+    there = following.stored_of(lineage)
+    store_rows(run.store, run.job.name, [row for row in following.rows_of(lineage) if row["step"] > there])
 
 
 class Following:
@@ -178,8 +195,17 @@ class Following:
     @property
     def stored(self) -> int:
         """The step up to which the rows of the surviving lineage are stored."""
-        lineage = self.rows.lineage
+        return self.stored_of(self.rows.lineage)
+
+    def stored_of(self, lineage: Lineage) -> int:
+        """Returns the step up to which the rows of ``lineage`` are stored."""
         return max((place.step for place in self._places if contains(lineage, Version(place.step, place.generation))), default=0)
+
+    def rows_of(self, lineage: Lineage) -> list[Row]:
+        """Returns the rows of ``lineage`` that were read from the journal, in order, also if it has left that lineage."""
+        newest = self.rows.lineage
+        found = self.rows.surviving(newest if contains(newest, tip(lineage)) else lineage)
+        return [row for row in found if contains(lineage, version_of(row))]
 
     def store_final(self, *, closing: bool = False) -> None:
         """Stores the rows that no fall-back can take back: up to the newest good checkpoint.
@@ -345,17 +371,7 @@ def rows_of(run: Run) -> Iterator[Row]:
     lineage, saved = following.rows.lineage, run.standing(0, 0.0).history.lineage
     abandoned = branches.abandoned(branches.every(run.store, run.job.name), tip(lineage))
     journaled = contains(lineage, tip(saved)) and not abandoned  # else the run went on without a journal since, or did not go on yet
-
-    def found() -> Iterator[Row]:
-        last = 0
-        for row in stored(run.store, run.job.name, lineage if journaled else saved):
-            last = int(row["step"])
-            yield {**row, "final": 1}
-        for row in following.rows.surviving() if journaled else ():
-            if row["step"] > last:
-                yield {**row, "final": int(row["step"] <= following.rows.saved)}
-
-    yield from _with_late(run.store, run.job.name, found())
+    yield from _known(following, lineage, following.rows.saved) if journaled else _known(following, saved, tip(saved).step)
 
 
 def with_origin(run: Run) -> Iterator[Row]:
@@ -366,16 +382,30 @@ def with_origin(run: Run) -> Iterator[Row]:
 
 def origin_rows(run: Run) -> Iterator[Row]:
     """Yields the rows of the steps that a fork has from its origin, and from the origin of that; none for another run."""
-    yield from _of_origin(run.store, run.job.name, run.standing(0, 0.0).history.lineage)
+    yield from _with_late(run.store, run.job.name, _of_origin(run, run.standing(0, 0.0).history.lineage))  # where it begins it validates
 
 
-def _of_origin(store: ObjectStore, fork: str, lineage: Lineage) -> Iterator[Row]:
+def _of_origin(fork: Run, lineage: Lineage) -> Iterator[Row]:
     """Yields the rows of the origin of ``fork``, if it has one; ``lineage`` is that of the fork."""
-    if (origin := forks.origin_of(store, fork)) is None:
+    if (origin := fork.origin) is None:
         return
-    lineage, last = cut(lineage, origin.version), 0
-    for rows in (_of_origin(store, origin.run, lineage), _with_late(store, origin.run, stored(store, origin.run, lineage))):
-        for row in rows:
-            if row["step"] > last:
-                last = int(row["step"])
-                yield {**row, "final": 1}
+    run, lineage = Run.find(fork.job.replace(name=origin.run)), cut(lineage, origin.version)
+    following = Following(run)
+    following.read()
+    yield from _each_once(_of_origin(run, lineage), _known(following, lineage, origin.version.step))
+
+
+def _known(following: Following, lineage: Lineage, final: int) -> Iterator[Row]:
+    """Yields the rows of ``lineage``, those that only the journal has too.  What is stored is final, and so are the steps to ``final``."""
+    store, name = following.store, following.name
+    journaled = ({**row, "final": int(row["step"] <= final)} for row in following.rows_of(lineage))
+    yield from _with_late(store, name, _each_once(({**row, "final": 1} for row in stored(store, name, lineage)), journaled))
+
+
+def _each_once(*sources: Iterable[Row]) -> Iterator[Row]:
+    """Yields rows in the order of their steps, each step once: from the first of the ``sources`` that has it.  Each is in that order."""
+    last = 0
+    for row in merge(*sources, key=lambda row: int(row["step"])):
+        if row["step"] > last:
+            last = int(row["step"])
+            yield row

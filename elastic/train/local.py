@@ -37,7 +37,7 @@ from elastic.report.metrics import Row, row_of, with_validation
 from elastic.report.story import Line, Scored, Sentence, Story
 from elastic.runs import asked as recorded
 from elastic.runs import data, owed, validations
-from elastic.runs.metrics import Sinks, store_rows
+from elastic.runs.metrics import Sinks, store_journaled, store_rows
 from elastic.runs.resume import best_of
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
@@ -163,6 +163,7 @@ class _Local:
     def train(self) -> tuple[str, str, int]:
         job = self.session.job
         state = self._healed()
+        self._store_journaled()
         self.sinks.hand_on(self.lineage)  # what they lack of earlier processes
         self._pay()
         go(self.apply_fence, self.plan, state.shard)
@@ -250,6 +251,13 @@ class _Local:
             else:
                 healing.settle()
                 return state
+
+    def _store_journaled(self) -> None:
+        """Stores the rows of a cluster's coordinator that has died, or that ended while the last one waited for its validation."""
+        try:
+            store_journaled(self.run, self.lineage)
+        except Damaged as error:
+            self.show_sentence(f"the metrics of earlier steps that only the journal has are lost, since it cannot be read: {error}")
 
     def _committed(self, outcome: Outcome, work: Work, metrics: Metrics) -> None:
         self.lineage = lineage.extended(self.lineage, Version(outcome.step, outcome.generation))

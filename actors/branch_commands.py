@@ -22,7 +22,8 @@ from elastic.job import Job
 from elastic.report.divergence import diverged_at
 from elastic.runs import branches, resume
 from elastic.runs.descent import Descent, family, runs_of, tree
-from elastic.runs.metrics import rows_of
+from elastic.runs.forks import Origin
+from elastic.runs.metrics import with_origin
 from elastic.runs.run import Run
 from storage.errors import Exists
 
@@ -120,14 +121,28 @@ def before_divergence(run: Run) -> Version:
 
     A loss is that of the weights before its step.  So the last weights that are known to be good are those whose step had a usual one.
     """
-    at = diverged_at([{name: row[name] for name in ("step", "loss", "norm")} for row in rows_of(run)])
+    at = diverged_at([{name: row[name] for name in ("step", "loss", "norm")} for row in with_origin(run)])
     if at is None:
         raise JobError(f"--to auto: the losses of {run.job.name} do not diverge; name a step (`elastic checkpoint ls` lists them)")
     say(f"{run.job.name} diverged at step {at}: the last step before it with a usual loss is {at - 1}")
     good = [version for version in resume.saved(run) if version.step <= at - 2]
+    if not good and run.origin is not None:
+        return _at_origin(run, run.origin, at)
     if not good:
         raise JobError(f"--to auto: there is no good checkpoint of step {at - 2} or before; --to 0 begins again")
     return max(good)
+
+
+def _at_origin(run: Run, origin: Origin, at: int) -> Version:
+    """Returns the version at which a fork began, if it diverged at its own first step ``at``: the fork has nothing before.
+
+    Raises :class:`JobError` if it did so before: only another fork, from an earlier step, gets behind that.
+    """
+    again = f"`elastic train --name OTHER --resume {origin.run}@STEP` forks again, from step {at - 2} or before"
+    if at <= origin.version.step:
+        raise JobError(f"--to auto: {run.job.name} was forked from {origin}, and diverged before; {again}")
+    say(f"{run.job.name} was forked from {origin}, and has nothing before that; if it diverges from there again, {again}")
+    return _at(run, str(origin.version.step))
 
 
 def runs(known: Namespace) -> int:

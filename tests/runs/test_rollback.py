@@ -13,10 +13,11 @@ from actors import branch_commands
 from actors.cli import main
 from elastic.ids import Version
 from elastic.plan.layout import Layout
+from elastic.protocol.lineage import Lineage
 from elastic.runs import branches, forks, resume
 from elastic.runs.branches import Before
 from elastic.runs.forks import Origin
-from elastic.runs.metrics import rows_of
+from elastic.runs.metrics import rows_of, store_rows
 from elastic.runs.run import Run
 from storage.objects import ObjectStore
 from tests.runs.test_forks import STATE, job_of, trained
@@ -56,6 +57,49 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, caps
     shown = " ".join(capsys.readouterr().out.split())
     assert "run: step 20 of 20, Finished" in shown and "branch 3 from step 12: optim.lr = 30.0 → 0.003, abandons 8 steps, 13 to 20" in shown
     assert re.search(r"branch 2 from step 12: .*? → 20 ", shown), "the control: it went on from the newest step, and abandoned none"
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "says"),
+    [
+        (0, 1, "--to auto: the losses of fork do not diverge"),
+        (23, 0, "branch 2 of fork goes on from step 21"),
+        (22, 0, "branch 2 of fork goes on from step 20"),
+        (21, 0, "was forked from step 20 of generation 1 of run, and has nothing before that; if it diverges from there again, "),
+        (15, 1, "diverged before; `elastic train --name OTHER --resume run@STEP` forks again, from step 13 or before"),
+    ],
+    ids=("never", "later", "second", "first", "in the origin"),
+)
+def test_g2_what_diverges_soon_after_a_fork_is_seen_by_the_losses_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int, code: int, says: str
+) -> None:
+    """G2: the steps of a fork alone are too few to say what is usual.  ``first`` is the first step with a strange loss.
+
+    The judge is one run of these losses: where it is rolled back to, so is the fork, if it has a checkpoint there.
+    """
+
+    def made(name: str, last: int, generation: int, since: int, lineage: Lineage) -> Run:
+        run = Run.find(job_of(tmp_path, name, 30))
+        losses = {step: 40.0 + step if 0 < first <= step else 2.0 + step % 3 / 100 for step in range(since, last + 1)}
+        row = {"generation": generation, "time": 0.0, "norm": 1.0}
+        store_rows(run.store, name, [{"step": step, "loss": loss, **row} for step, loss in losses.items()])
+        for version in (Version(step, generation) for step in losses if step >= 20):
+            run.commit(version, write(run.checkpoints, version, STATE, 1), (*lineage, (generation, version.step)), Layout())
+        run.claim("local")
+        return run
+
+    Run.open(job_of(tmp_path, steps=30))
+    run = made("run", 20, 1, 1, ())
+    forks.begin(run.store, job_of(tmp_path, "fork", 30), Origin("run", Version(20, 1)), {})
+    made("fork", 26, 2, 21, ((1, 20),))
+    (path := tmp_path / "fork.toml").write_text(to_toml(job_of(tmp_path, "fork", 30)))
+    assert main(["rollback", str(path), "--to", "auto", "--lr-scale", "0.5"]) == code
+    assert says in " ".join(capsys.readouterr().out.split())
+    fork = Run.find(job_of(tmp_path, "fork"))
+    assert [each["step"] for each in branches.every(fork.store, "fork")] == ([] if code else [max(first - 2, 20)])
+    if not code and first > 21:
+        made("run", 26, 1, 21, ())
+        assert branch_commands.before_divergence(Run.find(job_of(tmp_path))).step == first - 2
 
 
 def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,9 +148,8 @@ class Errands:
         self.closing.set()
         for turn in self.turns.values():
             turn.end()
-        if self.open:
-            before = "" if finished else "it is done when the run goes on; before that, "
-            self.tell(f"{owed.sentence(self.open)}; {before}`elastic owed` with the job file and --pay does it")
+        if said := owed.left(self.open, finished):
+            self.tell(said)
         if finished and any(turn.paid for turn in self.turns.values()) and self.job.keep().last:
             self._delete()
 

@@ -93,7 +93,7 @@ def _tell_metrics(run: Run, version: Version, about: Mapping[str, Any]) -> None:
 
 
 KINDS = {EXPORT: Kind(), SAMPLES: Kind(), VALIDATION: Kind(at_end=False, tells=_tell_metrics)}
-"""The kinds of debts.  The members validate the state after the last step themselves."""
+"""The kinds of debts.  The members validate the state after the last step themselves, and what they have stored is done."""
 
 
 def debts(run: Run, lineage: Lineage | None = None, asked: Asked | None = None, kinds: Iterable[str] = KINDS) -> list[Debt]:
@@ -241,6 +241,14 @@ def sentence(owed: Iterable[Debt]) -> str:
     return "; ".join([*parts, f"given up: {_listed(why)}"] if given_up else parts)
 
 
+def left(owed: Iterable[Debt], finished: bool) -> str:
+    """Returns the sentence of a run that ends, having ``finished`` or not, and leaves debts that nobody has given up; "" without any."""
+    if not (said := sentence(debt for debt in owed if not debt.given_up)):
+        return ""
+    before = "" if finished else "it is done when the run goes on; before that, "
+    return f"{said}; {before}`elastic owed` with the job file and --pay does it"
+
+
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
@@ -288,6 +296,8 @@ def _noted(run: Run, kind: str, lineage: Lineage) -> tuple[set[Version], dict[Ve
     """Returns what is done of a kind, and the debts of which an attempt has failed; both of the surviving lineage."""
     noted = {version: names for version, names in _notes(run, kind).items() if contains(lineage, version)}
     done = {version for version, names in noted.items() if "done.json" in names}
+    if kind == VALIDATION:
+        done |= {version for version in validations.stored(run.store, run.job.name) if contains(lineage, version)}
     failed = (version for version, names in noted.items() if version not in done and any(name.startswith("failed/") for name in names))
     return done, {version: _with_failures(run, Debt(version, kind)) for version in failed}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,7 @@ def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tup
         try:
             state, reason, step = local.train()
             ended = True
+            local.show_owed(state)
             if speed := local.story.speed.summary:
                 local.show_sentence(speed)
             if summary := local.skips.summary:
@@ -314,6 +316,12 @@ class _Local:
                     said = f"{debt} is not done: {error}; it is tried again at the next save, and `elastic owed` with --pay does it"
                 if said:
                     self.show_sentence(said)
+
+    def show_owed(self, state: str) -> None:
+        """Says what is left to do: what failed, and validations that spares were to make."""
+        with suppress(StorageError, OSError):  # `elastic owed` says it at any time
+            if said := owed.left(owed.debts(self.run, self.lineage, self.asked), state == "Finished"):
+                self.show_sentence(said)
 
     def show_said(self) -> None:
         while self.said:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,21 @@ from typing import Any
 import pytest
 
 from actors import checkpoint_commands, owed_command
+from actors.launch import launch
 from actors.report_command import report
 from actors.run_commands import Absent
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.plan.layout import Layout
+from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, extended
+from elastic.report.story import Line, Sentence
 from elastic.runs import asked, branches, forks, owed
 from elastic.runs.branches import Before
 from elastic.runs.forks import Origin
+from elastic.runs.metrics import store_rows
 from elastic.runs.owed import DEATHS, Debt, Failure
 from elastic.runs.resume import LATEST, best_of, start_of
 from elastic.runs.retention import collect, judge, look
@@ -101,6 +106,43 @@ def test_spares_owe_validations_but_that_of_the_last_step() -> None:
     for step in (8, 12, 20):
         save(control, step)
     assert listed(control) == [] and [control.job.validates(step) for step in (10, 12, 20)] == [True, False, True]
+
+
+def test_what_the_members_validated_at_an_end_is_not_owed_once_the_run_goes_on() -> None:
+    """The run ended at step 20, where its members measured, and gets more steps.  The control: a checkpoint that nobody has validated."""
+    run = run_of(steps=20, export={}, validation={"every": 10, "by": "spares"}, workers={"spares": 1})
+    for step in (10, 12, 20):
+        save(run, step)
+    longer = Run(run.job.replace(steps=40), run.store)
+
+    def kept() -> set[int]:
+        return {version.step for version, names in look(longer, Keep(last=1), now=0.0).verdict.kept.items() if "owed" in names}
+
+    assert listed(run) == ["validation 10"] and listed(longer) == ["validation 10", "validation 20"], "the control"
+    assert kept() == {10, 20}
+    row = {"step": 20, "generation": 1, "time": 0.0}
+    store_rows(run.store, run.job.name, [{**row, "validation_loss": 0.5, "validation_terms": 3}])
+    assert listed(run) == listed(longer) == ["validation 10"]
+    assert kept() == {10}
+
+
+def test_one_process_that_trains_alone_says_what_it_leaves(tmp_path: Path) -> None:
+    """Nobody validates there for the spares of a cluster.  The controls: the end of a run that owes nothing, and one that gave all up."""
+    spares: dict[str, Any] = {"validation": {"every": 2, "by": "spares"}, "workers": {"spares": 1}}
+    small = {"vocab": 29, "dim": 16, "layers": 2, "heads": 2}
+    run = run_of(tmp_path, steps=6, export={}, model_args=small, **spares)
+    assert launch(run.job.replace(steps=3), local=True, show=lambda line: None, branch=True).state == "Finished"
+    shutil.rmtree(tmp_path / "toy" / "validations")
+    asked.begin(again := Run.look(run.job, branch=True), 0, 9)
+    assert listed(again) == ["validation 2"]
+    said: list[Line] = []
+    assert launch(run.job, local=True, show=said.append, branch=True).state == "Finished"
+    left = [line.text for line in said if isinstance(line, Sentence) and "owed" in line.text]
+    assert left == ["owed: validation of step 2; `elastic owed` with the job file and --pay does it"]
+    owed.give_up(again, Debt(Version(2, 1), owed.VALIDATION), "the test")
+    said.clear()
+    assert launch(run.job.replace(steps=7), local=True, show=said.append, branch=True).state == "Finished"
+    assert not [line.text for line in said if isinstance(line, Sentence) and "owed" in line.text]
 
 
 def test_what_is_settled_is_not_owed_by_a_later_checkpoint_when_it_is_deleted() -> None:

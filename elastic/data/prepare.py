@@ -42,7 +42,8 @@ class Summary:
 
     def __str__(self) -> str:
         said = (
-            f"{self.documents:,} documents, {self.tokens:,} tokens in {self.files} {'file' if self.files == 1 else 'files'}, "
+            f"{self.documents:,} {'document' if self.documents == 1 else 'documents'}, "
+            f"{self.tokens:,} {'token' if self.tokens == 1 else 'tokens'} in {self.files} {'file' if self.files == 1 else 'files'}, "
             f"vocabulary {self.vocabulary:,}: {self.url} (fingerprint {self.fingerprint[:12]})"
         )
         return said if self.held_out is None else f"{said}\nheld out: {self.held_out}"

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def test_every_byte_of_every_document_comes_back(folder: Path, store: ObjectStor
         assert blake3(tokens.tobytes()).hexdigest() == each["blake3"]
     assert (summary.documents, summary.tokens, summary.files) == (len(TEXTS), len(row), 1)
     assert str(summary).startswith(f"5 documents, {len(row)} tokens in 1 file, vocabulary 257: ")
+    assert str(replace(summary, documents=1, held_out=replace(summary, documents=1))).count("1 document, ") == 2
 
 
 MIXED = {

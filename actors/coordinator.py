@@ -61,6 +61,7 @@ from elastic.report.story import Story
 from elastic.runs import restarts
 from elastic.runs.deleted import put_back
 from elastic.runs.metrics import Recorder
+from elastic.runs.resume import over_fits
 from elastic.runs.run import Run
 from elastic.threads import go_or_end, keep_going
 from storage.errors import Deposed, Exists, Unavailable
@@ -337,6 +338,7 @@ class Coordinator:
             self.group.reap(GRACE_S)
             self.errands.finish(isinstance(self.state.state, Finished), self.inbox)
             metrics.close()
+            self.story.say(time.time(), over_fits(self.run))
         except Exception:  # the process boundary: drivers wait for the end
             self.story.say(time.time(), f"the run has left something on its nodes; elastic clean removes it\n{traceback.format_exc()}")
         self.over.set()

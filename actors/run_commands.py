@@ -22,6 +22,7 @@ from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp
 from elastic.job import Job
 from elastic.runs import owed, skipped
+from elastic.runs.resume import over_fits
 from elastic.runs.run import LOCAL, Run
 
 SHOWN_WARNINGS = 6
@@ -60,7 +61,8 @@ class Absent:
         why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""
         known = run.standing(0, 0.0)
         newest = max(known.history.saved, default="none")
-        more = "".join(f"; {told}" for told in (skipped.sentence(run, known.skips), owed.sentence(owed.debts(run))) if told)
+        rest = (skipped.sentence(run, known.skips), over_fits(run), owed.sentence(owed.debts(run)))
+        more = "".join(f"; {told}" for told in rest if told)
         return cls(f"{job.name} is not running{unless}; newest good checkpoint: {newest}{how}{why}{more}", over, end)
 
 
@@ -69,7 +71,10 @@ def status(job: Job, once: bool) -> int:
     coordinator = coordinator_of(job)
     if coordinator is not None:
         note_deletion(job)
-        return _watch(job, coordinator, once=once)
+        code = _watch(job, coordinator, once=once)
+        if once and (said := over_fits(Run.find(job))):
+            say(said)
+        return code
     say(Absent.of(job).said)
     return 0
 

@@ -6,12 +6,18 @@ newest version are compared.  An older release did not note which samples it had
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
-from math import isnan
+from math import isfinite, isnan
+from statistics import fmean
 from typing import NamedTuple
 
 from elastic.ids import Version
+
+RISES = 3
+"""Number of validations in a row that must be worse than the best one before a run over-fits: one or two may be chance."""
+LEAST = 0.01
+"""Smallest rise, as a part of the best loss, that counts: a loss that stands still goes up and down by less."""
 
 
 def number_of(held_out: str) -> int:
@@ -55,3 +61,28 @@ def best(found: Mapping[Version, Loss]) -> Best | None:
     losses = {version: loss.mean for version, loss in counted.items() if not isnan(loss.mean)}
     version = min(losses, key=lambda each: (losses[each], each), default=None)
     return None if version is None else Best(version, losses[version], len(found) - len(counted))
+
+
+def over_fit(found: Mapping[Version, Loss], training: Callable[[int], Iterable[tuple[int, float]]], again: str) -> str:
+    """Returns the sentence about a run that over-fits; "" for another one.
+
+    It over-fits if the newest :data:`RISES` validations are worse than the best one, the newest by :data:`LEAST` of it, while the training
+    loss fell.  If both rise, the run diverges.  ``training`` returns the (step, loss) of the steps after one; the means of as many steps as
+    there are from one validation to the next are compared.  ``again`` names the option that goes on from the best.
+    """
+    top, losses = best(found), {version: loss.mean for version, loss in comparable(found).items()}
+    later = sorted(version for version in losses if top is not None and version > top.version)
+    if top is None or len(later) < RISES or not all(losses[version] > top.loss for version in later[-RISES:]):
+        return ""
+    since, newest, every = top.version.step, later[-1].step, later[-1].step - later[-2].step
+    now = losses[later[-1]]
+    if now - top.loss < LEAST * abs(top.loss):
+        return ""
+    steps = [(step, loss) for step, loss in training(since - every) if isfinite(loss)]
+    then, lately = ([loss for step, loss in steps if last - every < step <= last] for last in (since, newest))
+    if not (then and lately and fmean(lately) < fmean(then)):
+        return ""
+    return (
+        f"the validation loss has risen since step {since} ({top.loss:.4g} there, {now:.4g} now) while the training loss fell: the run "
+        f"over-fits; `{again}` goes on from there"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from elastic.config.values import checkpoint_meant, checkpoint_of, same_checkpoint
@@ -11,11 +12,12 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.stretches import ended
 from elastic.protocol import lineage
-from elastic.report.best import Best, Loss, best, number_of
+from elastic.report.best import Best, Loss, best, number_of, over_fit
 from elastic.runs import branches, forks, metrics
 from elastic.runs.forks import Origin
 from elastic.runs.run import Run
 from elastic.runs.which import is_step, left_behind, version_at
+from storage.errors import StorageError
 from storage.objects import ObjectStore
 
 LATEST = "latest"
@@ -133,6 +135,17 @@ def best_of(run: Run) -> Best | None:
     for score in filter(None, (history.best, history.validated)):
         found[score.version] = Loss(score.found.mean, number_of(score.held_out))
     return best(found)
+
+
+def over_fits(run: Run) -> str:
+    """Returns the sentence about a run that over-fits, by what is in its bucket; "" for another one, or if the bucket does not answer."""
+    try:
+        line = run.standing(0, 0.0).history.lineage
+        found = metrics.validations(run, line)
+        rows = partial(metrics.stored, run.store, run.job.name, line)
+        return over_fit(found, lambda after: ((int(row["step"]), row["loss"]) for row in rows(after)), f"--resume {run.job.name}@best")
+    except (StorageError, OSError):
+        return ""
 
 
 def _best(run: Run) -> Version:

@@ -39,7 +39,7 @@ from elastic.report.story import Line, Scored, Sentence, Story
 from elastic.runs import asked as recorded
 from elastic.runs import data, owed, validations
 from elastic.runs.metrics import Sinks, store_journaled, store_rows
-from elastic.runs.resume import best_of
+from elastic.runs.resume import best_of, over_fits
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
 from elastic.state.heal import Healing, home_of
@@ -99,6 +99,8 @@ def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tup
             state, reason, step = local.train()
             ended = True
             local.show_owed(state)
+            if said := over_fits(run):
+                local.show_sentence(said)
             if speed := local.story.speed.summary:
                 local.show_sentence(speed)
             if summary := local.skips.summary:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from elastic.ids import Version
-from elastic.report.best import Best, Loss, best
+from elastic.report.best import Best, Loss, best, over_fit
 from elastic.report.page.model import Chart, Facts, Lane, Line, Mark
 from elastic.report.page.series import GRADIENT, LOSS, SPIKE, Bucket, Columns, buckets, sampled, smoothed
 from elastic.report.page.words import TEXT, clipped, counted, shown
@@ -91,6 +91,8 @@ def charts_of(facts: Facts) -> list[Chart]:
     if found:
         others = f" ({found.left_out})" if found.left_out else ""
         lowest = f" The best validation loss is {shown(found.loss)}, after step {found.version.step:,}{others}."
+        if said := over_fits(columns, facts.name):
+            lowest += f" {said[0].upper()}{said[1:]}."
     fell = f"The training loss goes from {shown(first(columns, 'loss'))} to {shown(columns.last('loss'))}." if columns.known("loss") else ""
     charts = [
         Chart("loss", "Loss", "", "step", by_step, [each for each in loss if each.points], lanes, _wide_range(loss), told=fell + lowest),
@@ -183,10 +185,19 @@ def first(columns: Columns, name: str) -> float:
 
 def best_validation(columns: Columns) -> Best | None:
     """Returns the best of the validations that can be compared; None if nothing was validated."""
+    return best(_validations(columns))
+
+
+def over_fits(columns: Columns, name: str) -> str:
+    """Returns the sentence about a run of that name that over-fits; "" for another one."""
+    losses = list(zip(map(int, columns["step"]), columns["loss"], strict=True))
+    return over_fit(_validations(columns), lambda after: (each for each in losses if each[0] > after), f"--resume {name}@best")
+
+
+def _validations(columns: Columns) -> dict[Version, Loss]:
     each = zip(columns["step"], columns["validation_loss"], columns["validation_data"], strict=True)
     known = [(int(step), loss, data) for step, loss, data in each if math.isfinite(loss) or math.isfinite(data)]
-    found = {Version(step, 0): Loss(loss, int(data) if math.isfinite(data) else 0) for step, loss, data in known}
-    return best(found)
+    return {Version(step, 0): Loss(loss, int(data) if math.isfinite(data) else 0) for step, loss, data in known}
 
 
 def throughput(columns: Columns) -> float:

@@ -296,12 +296,16 @@ class Job(Part):
 
     def code(self) -> tuple[str, ...]:
         """Returns the code that the job names, as ``pkg.module:name``."""
-        own = [kind for kind in (self.optim.kind, self.schedule.kind) if ":" in kind]
         validated = (self.validation.dataset,) if self.validation.every and self.validation.dataset else ()
+        return (*self.trajectory_code(), *validated)
+
+    def trajectory_code(self) -> tuple[str, ...]:
+        """Returns the code on which the weights depend: all that the job names but the held-out data, which are free to change."""
+        own = [kind for kind in (self.optim.kind, self.schedule.kind) if ":" in kind]
         loop = (self.loop,) if self.loop else ()
         parts = self.data.args.get("parts")  # of a mixture
         mixed = (each.get("dataset") for each in parts if isinstance(each, dict)) if isinstance(parts, list) else ()
-        return (self.model, self.loss, self.data.dataset, *loop, *own, *validated, *(each for each in mixed if isinstance(each, str)))
+        return (self.model, self.loss, self.data.dataset, *loop, *own, *(each for each in mixed if isinstance(each, str)))
 
     def objects(self) -> dict[str, Given]:
         """Returns the code that was given as objects and cannot be imported, by setting."""

@@ -1,7 +1,7 @@
 """The source files of a run's code.  A run does not go on with other code unless its user says so.
 
-The files are those of the modules that the job names, and of every module that these import, also inside of functions, outside of
-installed packages, the standard library and Elastic itself.  They are found by reading imports, never by importing, so the answer depends
+The files are those of the modules that the job names, but for the held-out data, on which no weight depends, and of every module that
+these import, also inside of functions, outside of installed packages, the standard library and Elastic itself.  They are found by reading imports, never by importing, so the answer depends
 on the files alone and not on what a process has loaded before.  A package with code that imports by computed names counts with all its
 files.  A file is named by its module, so the same code has the same names in every folder.
 
@@ -54,17 +54,30 @@ class Sources:
 
     files: Mapping[str, tuple[str, str]]
     python: str = field(default_factory=_python)
+    held_out: bool = False
+    """True if files of the held-out data may be among them, as in the documents of older releases."""
 
     def differ(self, then: Sources) -> list[str]:
         """Returns what is different from ``then``, as ``pkg/model.py (changed)``, in order."""
         found = []
         for name in sorted(self.files.keys() | then.files.keys()):
             ours, theirs = self.files.get(name), then.files.get(name)
-            if ours is None or theirs is None:
-                found.append(f"{name} ({'new' if theirs is None else 'gone'})")
+            if theirs is None:
+                found.append(f"{name} (new)")
+            elif ours is None:
+                found += [] if then.held_out and _may_be_held_out(name, *theirs) else [f"{name} (gone)"]
             elif ours[0] != theirs[0] and (self.python != then.python or ours[1] != theirs[1]):
                 found.append(f"{name} (changed)")
         return found
+
+
+def _may_be_held_out(name: str, raw: str, tree: str) -> bool:
+    """Returns whether a file on which the weights do not depend any more was perhaps never more than a file of the held-out data.
+
+    It was none if it is not there any more.  If it is there, and was more, then the file or the setting that named it has changed, which is
+    told.  That holds for an object, too, whose two digests are one.
+    """
+    return raw == tree or _users(name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")) is not None
 
 
 # ---- the files
@@ -224,7 +237,8 @@ def at(store: ObjectStore, name: str, version: Version) -> Sources | None:
 
 def of(document: Mapping[str, Any]) -> Sources:
     """Returns the sources that are stored in one of :func:`every`."""
-    return Sources({file: (raw, tree) for file, (raw, tree) in document["files"].items()}, document["python"])
+    files = {file: (raw, tree) for file, (raw, tree) in document["files"].items()}
+    return Sources(files, document["python"], document.get("held_out", True))
 
 
 def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
@@ -254,6 +268,7 @@ def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: flo
         "until": until,
         "changed": differs,
         "python": now.python,
+        "held_out": now.held_out,
         "files": {file: list(digests) for file, digests in sorted(now.files.items())},
     }
     try:

@@ -122,7 +122,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     _check_flops(model, job)
     if job.profile:
         notes.append(f"profile = {job.profile!r}: world rank 0 writes its profile to {run.store.full_name(f'{job.name}/profiles')}")
-    sources, lasting = sources_of(job.code()), [tensor for tensor in tensors if tensor not in session.rule.kept]
+    sources, lasting = sources_of(job.trajectory_code()), [tensor for tensor in tensors if tensor not in session.rule.kept]
     if start is not None and start.origin is not None:
         notes += _check_origin(start, start.origin, lasting, run.store, build)
         if not job.init:

@@ -130,7 +130,7 @@ def _restored(
         session = make_session(its, Counters(Path(folder) / "counters", create=True))
         fence = ApplyFence(Member(WORKER))
         try:
-            sources = sources_of(_with_objects(by, job).code())
+            sources = sources_of(_with_objects(by, job).trajectory_code())
             code.check_that_of(run, made, sources, accept=accept_code, looks=True)
             with _alone(session, device, run.checkpoints, version, fence) as state:
                 yield session, state, fence

@@ -1,0 +1,142 @@
+"""L10: no weight depends on the code of the held-out data, so it is free to change; all other code is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.cli import main
+from actors.launch import launch
+from elastic import sources
+from elastic.errors import JobError
+from elastic.job import Job
+from elastic.runs import asked
+from elastic.runs.metrics import rows_of
+from elastic.runs.resume import best_of
+from elastic.runs.run import Run
+from elastic.sources import Sources, sources_of
+from elastic.train.revisit import evaluate_here, rerun_here
+from storage.documents import seal
+from tests import test_sources
+from tests.support.chaos import exported_hash
+from tests.support.job_file import to_toml
+from tests.test_sources import GELU, RELU, edit, job_of, trained
+
+HELD_OUT = """
+from .samples import Waves
+
+
+class Kept(Waves):
+    def read(self, ids):
+        return super().read([1000 + i for i in ids])
+
+    def fingerprint(self):
+        return "kept"
+"""
+VALIDATION = {"every": 3, "dataset": "mine.held_out:Kept"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yields the folder of the code, with held-out data in a file of their own."""
+    for folder in test_sources.code.__wrapped__(tmp_path, monkeypatch):  # type: ignore[attr-defined]
+        (folder / "mine/held_out.py").write_text(HELD_OUT)
+        yield folder
+
+
+def older(job: Job, number: int = 1) -> None:
+    """Writes a document about the code as older releases did, with the files of the held-out data among the others."""
+    run = Run.find(job)
+    document = sources.every(run.store, job.name)[number - 1]
+    assert "mine/held_out.py" not in document["files"]
+    files = {name: list(digests) for name, digests in sources_of(job.code()).files.items()}
+    assert "mine/held_out.py" in files
+    run.store.put(f"{job.name}/code/{number:06d}.json", seal({k: v for k, v in document.items() if k != "held_out"} | {"files": files}))
+
+
+@pytest.mark.parametrize("release", ["this", "older"])
+def test_l10_held_out_data_in_a_file_of_their_own_lock_nobody_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], release: str
+) -> None:
+    """L10: nothing has changed, and `evaluate`, `rerun` and `owed --pay` find what the run has recorded, to the bit.
+
+    The control: a file on which the weights depend has changed.
+    """
+    job = job_of(tmp_path, validation=VALIDATION)
+    trained(job)
+    if release == "older":
+        older(job)
+    run, path = Run.find(job), tmp_path / "job.toml"
+    told = {int(row["step"]): row for row in rows_of(run)}
+    assert rerun_here(job, 4).now.loss == told[4]["loss"]
+    assert {step: evaluate_here(job, step)[1].mean for step in (3, 6)} == {step: told[step]["validation_loss"] for step in (3, 6)}
+    spares: dict[str, Any] = {"validation": VALIDATION | {"by": "spares"}, "workers": {"spares": 1}}
+    asked.begin(Run(job.replace(**spares), run.store), 0, 2)  # as if spares had been to measure it
+    path.write_text(to_toml(job))
+    edit(folder / "mine/layers.py", RELU, GELU)
+    assert main(["owed", str(path), "--pay"]) == 0
+    assert "validation of step 3 failed: the code of the run 'run'" in (said := " ".join(capsys.readouterr().out.split()))
+    assert "mine/layers.py (changed); undo" in said, "and nothing else"
+    edit(folder / "mine/layers.py", GELU, RELU)
+    assert main(["owed", str(path), "--pay"]) == 0
+    assert "validation after step 3: loss" in (said := capsys.readouterr().out) and "run owes nothing" in said
+    assert (best := best_of(run)) is not None and best.loss == min(told[step]["validation_loss"] for step in (3, 6))
+
+
+@pytest.mark.parametrize(("release", "now"), [("this", "gone"), ("older", "gone"), ("older", "changed"), ("this", "another")])
+def test_l10_the_code_of_held_out_data_is_free(folder: Path, tmp_path: Path, release: str, now: str) -> None:
+    """L10: a run and its fork go on without a word, with the weights of one that never validated.
+
+    The control: a file on which the weights depend has changed, and only that is named.
+    """
+    trained(whole := job_of(tmp_path / "whole"))
+    job = job_of(tmp_path, validation=VALIDATION)
+    trained(job, stop=3)
+    if release == "older":
+        older(job)
+    if now == "changed":
+        edit(folder / "mine/held_out.py", "1000", "2000")
+    if now == "another":
+        (folder / "mine/other.py").write_text(HELD_OUT)
+    validation = {"gone": {}, "changed": VALIDATION, "another": VALIDATION | {"dataset": "mine.other:Kept"}}[now]
+    job = job.replace(validation=validation)
+    edit(folder / "mine/layers.py", RELU, GELU)
+    for refused in (lambda: trained(job), lambda: launch(job.replace(name="fork"), local=True, resume="run@3")):
+        with pytest.raises(JobError, match=r"has changed since step 3: mine/layers\.py \(changed\); undo"):
+            refused()
+    edit(folder / "mine/layers.py", GELU, RELU)
+    fork = job.replace(name="fork")
+    assert launch(fork, local=True, resume="run@3").state == "Finished"
+    assert not [text for text in trained(job) if text.startswith("code ")]
+    assert exported_hash(job) == exported_hash(fork) == exported_hash(whole)
+    assert len(sources.every(Run.find(job).store, "run")) == 1
+
+
+def test_l10_of_what_an_older_release_noted_a_file_that_is_gone_is_still_told(folder: Path, tmp_path: Path) -> None:
+    """L10: an import may be optional, so that only the missing file tells of it.  The control: it is there, and is held out."""
+    (folder / "mine/optional.py").write_text("x = 1\n")
+    optional = "from torch import nn\ntry:\n    from . import optional\nexcept ImportError:\n    pass"
+    edit(folder / "mine/model.py", "from torch import nn", optional)
+    job = job_of(tmp_path, validation=VALIDATION)
+    trained(job, stop=3)
+    older(job)
+    text = (folder / "mine/optional.py").read_text()
+    (folder / "mine/optional.py").unlink()
+    test_sources.forget()
+    with pytest.raises(JobError, match=r"has changed since step 3: mine/optional\.py \(gone\); undo"):
+        trained(job.replace(validation={}))
+    (folder / "mine/optional.py").write_text(text)
+    test_sources.forget()
+    trained(job.replace(validation={}))
+
+
+@pytest.mark.fast
+def test_l10_an_object_of_held_out_data_is_free_too() -> None:
+    """L10: a notebook goes on with what an older release noted.  The control: another object, and one that this release noted."""
+    same, kept = {"object:build": ("1", "1")}, {"object:Kept": ("2", "2"), "__main__.offset": ("3", "3")}
+    assert Sources(same).differ(Sources(same | kept, held_out=True)) == []
+    assert Sources({"object:build": ("9", "9")}).differ(Sources(same | kept, held_out=True)) == ["object:build (changed)"]
+    assert Sources(same).differ(Sources(same | kept)) == ["__main__.offset (gone)", "object:Kept (gone)"]

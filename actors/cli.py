@@ -128,6 +128,7 @@ def _add_run_commands(parsers: Any) -> None:
     back.add_argument("--force", action="store_true", help="do so even if the run may still be running")
     owed = _takes_job(parsers, "owed", commands.owed, "list the exports, samples and validations that a run owes, or do them")
     owed.add_argument("--pay", action="store_true", help="do them now, in this process, also those that were given up")
+    owed.add_argument("--accept-code", action="store_true", help="with --pay: use today's code, although other code made the checkpoint")
     story = "show the runs of a bucket, and how they descend from each other; with --name NAME only that run and its relatives"
     runs = parsers.add_parser("runs", help=story, description=f"S{story[1:]}.", settings=Job, beside=parsers.choices)
     runs.add_argument("bucket", help="the bucket, or a job file (TOML) that names it")

@@ -173,7 +173,7 @@ def owed(known: Namespace) -> int:
     from actors.owed_command import owed
 
     sys.path.insert(0, str(Path.cwd()))
-    return owed(of_run(known, *DEVICE), known.pay)
+    return owed(of_run(known, *DEVICE), known.pay, accept_code=known.accept_code)
 
 
 def rerun(known: Namespace) -> int:

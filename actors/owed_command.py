@@ -5,34 +5,30 @@ from __future__ import annotations
 from rich.table import Column, Table
 
 from actors.terminal import console, say
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, JobError
 from elastic.job import Job
 from elastic.protocol.commit_record import told_of
 from elastic.runs import asked as recorded
+from elastic.runs import code
 from elastic.runs import owed as debts_of
+from elastic.runs.owed import Debt
 from elastic.runs.run import Run
 from storage.errors import Damaged
 
 
-def owed(job: Job, pay: bool) -> int:
+def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
     """Lists what the run owes.  With ``pay`` it does that first, also what was given up.
 
     What is owed, and with which settings, is what the run has recorded.  From ``job`` it takes where the run is, how this process computes
-    and the code that is given as objects.  Returns 1 if something was given up.  Raises :class:`~elastic.errors.JobError` if there is no
-    such run.
+    and the code that is given as objects.  What other code has made is left as it is, unless ``accept_code``.  Returns 1 if something was
+    given up.  Raises :class:`JobError` if there is no such run.
     """
+    if accept_code and not pay:
+        raise JobError("--accept-code has no effect without --pay; add that, or leave it out")
     run = Run.begun(job)
     if pay:
-        from elastic.train.errands import pay as do
-
-        its = run.job.replace(workers=job.workers)
-        its = its.with_objects({name: each for name, each in job.objects().items() if each in its.code()})
         for debt in debts_of.debts(run):
-            if debt.kind == debts_of.VALIDATION:
-                said = _validate(run, job, debt)
-            else:
-                said = do(run, its, debt)[0]
-            if said:
+            if said := _pay(run, job, debt, accept_code):
                 say(said)
     left = debts_of.debts(run)
     if not left:
@@ -51,14 +47,18 @@ def owed(job: Job, pay: bool) -> int:
     return int(given_up)
 
 
-def _validate(run: Run, job: Job, debt: debts_of.Debt) -> str:
-    """Validates a checkpoint in this process, and returns the sentence about it."""
+def _pay(run: Run, job: Job, debt: Debt, accept_code: bool) -> str:
+    """Makes what is owed in this process, and returns the sentence about it; "" if somebody else was first."""
+    from elastic.train.errands import pay
     from elastic.train.revisit import validate_here
 
-    asked = recorded.of(run).job(job, debt.version)
     try:
-        _, found, held_out = validate_here(asked, debt.version.step)
+        if debt.kind == debts_of.VALIDATION:
+            _, found, held_out = validate_here(recorded.of(run).job(job, debt.version), debt.version.step, accept_code=accept_code)
+            debts_of.note_done(run, debt, debts_of.validated(found, held_out))
+            return told_of(debt.version.step, found)
+        if debt.kind == debts_of.SAMPLES:
+            code.check_look(run, debt.version, run.job_at(debt.version), job, accept=accept_code)
     except (ElasticError, Damaged) as error:  # its checkpoint is damaged, or the code is another one; others may work
         return f"{debt} failed: {error}"
-    debts_of.note_done(run, debt, debts_of.validated(found, held_out))
-    return told_of(debt.version.step, found)
+    return pay(run, code.with_objects(run.job.replace(workers=job.workers), job), debt)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic import sources
 from elastic.ids import Version
+from elastic.job import Job
 from elastic.runs import branches
 from elastic.runs.run import Run
 from elastic.sources import Sources
@@ -34,13 +35,26 @@ def check(run: Run, code: Sources, newest: Version, *, accept: bool) -> str:
     return ""
 
 
-def check_that_of(run: Run, version: Version, code: Sources, *, accept: bool, looks: bool = False) -> None:
-    """Raises :class:`JobError` if ``version`` was made with other code than this, unless ``accept`` says that it does not matter.
+def check_that_of(run: Run, version: Version, code: Sources, *, accept: bool) -> None:
+    """Raises :class:`JobError` if ``version`` was made with other code than this, unless ``accept`` says that it does not matter."""
+    if not accept:
+        _compare(run, code, of(run, version), version)
 
-    ``looks`` says that nothing goes on from there.
+
+def check_look(run: Run, version: Version, by: Job, job: Job, *, accept: bool) -> None:
+    """Raises :class:`JobError` if a command would look at ``version``, which a world of the job ``by`` committed, with other code than made
+    it, unless ``accept`` says that it does not matter.
+
+    ``job`` is that of the command, which may give code as objects.
     """
     if not accept:
-        _compare(run, code, of(run, version), version, looks=looks)
+        now = sources.sources_of(with_objects(by, job).trajectory_code())
+        _compare(run, now, of(run, version), version, looks=True)
+
+
+def with_objects(its: Job, job: Job) -> Job:
+    """Returns the job ``its`` of a run with the code that the ``job`` of a command gives as objects."""
+    return its.with_objects({setting: each for setting, each in job.objects().items() if each in its.code()})
 
 
 def of(run: Run, version: Version) -> Sources | None:

@@ -25,7 +25,6 @@ from elastic.report.ledger import ledger
 from elastic.runs import code
 from elastic.runs.run import Run
 from elastic.runs.which import version_at
-from elastic.sources import sources_of
 from elastic.state.heal import Healing
 from elastic.train.alone import WORKER, go
 from elastic.train.apply_fence import ApplyFence
@@ -110,11 +109,6 @@ def rerun_here(job: Job, step: int, *, accept_code: bool = False) -> Again:
     return Again(outcomes[0], ledger(run.segments()).get(step))
 
 
-def _with_objects(its: Job, job: Job) -> Job:
-    """Returns the job of a step with the code that ``job`` gives as objects."""
-    return its.with_objects({setting: each for setting, each in job.objects().items() if each in its.code()})
-
-
 @contextmanager
 def _restored(
     run: Run, job: Job, its: Job, version: Version, made: Version, by: Job, accept_code: bool
@@ -124,14 +118,13 @@ def _restored(
 
     Raises :class:`JobError` if ``made``, which a world of the job ``by`` committed, was made with other code, unless ``accept_code``.
     """
-    its = _with_objects(its, job).replace(workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
+    its = code.with_objects(its, job).replace(workers=job.workers, offload="none", offload_folder="", offload_buffer_gb=1.0)
     device = prepare_process(its)
     with TemporaryDirectory() as folder:
         session = make_session(its, Counters(Path(folder) / "counters", create=True))
         fence = ApplyFence(Member(WORKER))
         try:
-            sources = sources_of(_with_objects(by, job).trajectory_code())
-            code.check_that_of(run, made, sources, accept=accept_code, looks=True)
+            code.check_look(run, made, by, job, accept=accept_code)
             with _alone(session, device, run.checkpoints, version, fence) as state:
                 yield session, state, fence
         finally:

@@ -85,7 +85,7 @@ IMPORTS = {
             *("storage.*", *NAMES),
         )
     ),
-    "elastic.runs.code": Row(("elastic", "elastic.runs.branches", "elastic.runs.run", "elastic.sources", *NAMES)),
+    "elastic.runs.code": Row(("elastic", "elastic.job", "elastic.runs.branches", "elastic.runs.run", "elastic.sources", *NAMES)),
     "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.forks", "elastic.runs.run", "storage.errors")),
     "elastic.runs.which": Row(("elastic.protocol.lineage", "elastic.runs.branches", "elastic.runs.run", *NAMES)),
     "elastic.runs.data": Row(("elastic.runs.forks", "elastic.runs.run", "storage.*", *NAMES)),

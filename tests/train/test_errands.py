@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from blake3 import blake3
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from actors.cli import main
+from actors.launch import launch
 from elastic.errors import FencedOff, ModelError
 from elastic.ids import Version
 from elastic.job import Job
@@ -27,6 +30,7 @@ from elastic.train.local import run_local
 from elastic.train.revisit import evaluate_between, evaluate_here
 from elastic.train.session import make_session
 from tests.support.chaos import exported_hash
+from tests.support.job_file import to_toml
 from tests.support.toys import Own, Sums, toy_job
 
 SMALL = {"vocab": 257, "dim": 16, "layers": 2, "heads": 2}
@@ -127,6 +131,44 @@ def test_each_is_made_once_and_is_what_plain_torch_says(tmp_path: Path, model: s
     trained(without)
     assert exported_hash(without) == exported_hash(job)
     assert not [key for key in Run.open(without).store.list("local/") if "owed" in key or "exports" in key]
+
+
+def test_l10_samples_are_written_by_the_code_that_made_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L10: the command refuses changed code, and counts no attempt.  The oracle is what the run wrote.  The control: the accepted change."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the time stamps of cached code have whole seconds
+    code, file = tmp_path / "a_writer.py", tmp_path / "job.toml"
+    built = "from tests.support.toys import own\n\n\ndef build(**args):\n    model = own(**args)\n    return model\n"
+
+    def write(text: str) -> None:
+        code.write_text(text)
+        sys.modules.pop("a_writer", None)
+
+    write(built)
+    job = job_of(tmp_path / "run", model="a_writer:build", model_args={"vocab": 257, "dim": 19}, steps=4)
+    assert launch(job, local=True).state == "Finished"
+    file.write_text(to_toml(job))
+    wrote, run = result(job, "samples", 4), Run.open(job)
+    done = [key for key in run.store.list("local/owed/") if key.endswith("done.json")]
+
+    def pay(*words: str) -> tuple[int, str]:
+        found = main(["owed", str(file), "--pay", *words])
+        return found, " ".join(capsys.readouterr().out.split())
+
+    for key in done:
+        run.store.delete(key)
+    write(built.replace("    return model", "    model.register_forward_hook(lambda _, given, logits: -logits)\n    return model"))
+    returned, said = pay()
+    assert returned == 0 and "samples of step 4 failed: the code of the run 'local'" in said and "a_writer.py (changed); undo" in said
+    assert "export of step 4: " in said, "an export needs no code"
+    assert [(debt.kind, debt.failures) for debt in owed.debts(run)] == [("samples", ())]
+    assert main(["owed", str(file), "--accept-code"]) == 1 and "--accept-code has no effect without --pay" in capsys.readouterr().out
+    assert pay("--accept-code")[0] == 0 and result(job, "samples", 4)["tokens"] != wrote["tokens"]
+    write(built)
+    run.store.delete(next(key for key in done if "samples" in key))
+    assert "local owes nothing" in pay()[1] and result(job, "samples", 4) == wrote
 
 
 def test_what_is_drawn_depends_on_the_seed_and_the_step_alone(tmp_path: Path) -> None:

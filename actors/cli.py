@@ -66,7 +66,8 @@ def _parser() -> Parser:
     which = "step of the checkpoint, or STEP.GENERATION of one left behind (default: the newest good one)"
     evaluate.add_argument("--step", help=which)
     rerun = _takes_job(parsers, "rerun", commands.rerun, "compute a step again from the checkpoint before it, in this process")
-    rerun.add_argument("--step", type=int, required=True, help="the step; there must be a checkpoint of the step before it")
+    which = "the step, or STEP.GENERATION of one left behind; there must be a checkpoint of the step before it"
+    rerun.add_argument("--step", required=True, help=which)
     for looks in (evaluate, rerun):
         looks.add_argument("--accept-code", action="store_true", help="use today's code, although the step was made by other code")
     data = parsers.add_parser("data", help="prepare datasets and look at them")

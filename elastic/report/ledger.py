@@ -22,10 +22,18 @@ def mixed(segments: Sequence[Segment]) -> frozenset[int]:
 
 def ledger(segments: Sequence[Segment]) -> dict[int, Outcome]:
     """Returns the outcome of each step of the surviving lineage."""
-    told: dict[Version, Any] = {}
     segments = [modern(*segment) for segment in segments]
-    for _, records in segments:
-        for record in records:
-            told.update({Version(each["step"], each["generation"]): each for each in record.get("commits", ())})
+    told = _told(segments)
     lineage = decode(Lineage, field_after(segments[-1], "history", "lineage")) if segments else ()
     return {version.step: decode(Outcome, told[version]) for version in sorted(told) if contains(lineage, version)}
+
+
+def outcome_of(segments: Sequence[Segment], version: Version) -> Outcome | None:
+    """Returns the outcome of a step that one generation committed, which may be abandoned by now; None if nobody told it."""
+    told = _told([modern(*segment) for segment in segments]).get(version)
+    return None if told is None else decode(Outcome, told)
+
+
+def _told(segments: Sequence[Segment]) -> dict[Version, Any]:
+    records = (record for _, each in segments for record in each)
+    return {Version(each["step"], each["generation"]): each for record in records for each in record.get("commits", ())}

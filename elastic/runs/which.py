@@ -45,6 +45,19 @@ def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
         raise JobError(f"{error}; it has left behind {left}" if left else str(error)) from None
 
 
+def version_before(run: Run, step: int, generation: int) -> Version:
+    """Returns the good checkpoint of the step before that which ``generation`` committed as ``step``: its own, or the one it began with.
+
+    Raises :class:`JobError` if there is none, or if no checkpoint knows where the generation began.
+    """
+    before = f"{step - 1}.{generation}"
+    if not any(each.good and each.version == Version(step - 1, generation) for each in run.checkpoints.at(step - 1)):
+        lines = [each.manifest.lineage for each in run.checkpoints.versions() if each.manifest is not None]
+        if line := next((each for each in lines if lineage.contains(each, Version(step, generation))), ()):
+            before = f"{step - 1}.{next(each for each, last in line if step <= last + 1)}"
+    return version_at(run, before, "checkpoint")
+
+
 def left_behind(run: Run, versions: Sequence[Version]) -> list[Version]:
     """Returns those of ``versions`` that are not on the way of the run: a branch or a fall-back has abandoned them."""
     line, every = run.standing(0, 0.0).history.lineage, branches.every(run.store, run.job.name)

@@ -21,10 +21,10 @@ from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validated
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
-from elastic.report.ledger import ledger
+from elastic.report.ledger import ledger, outcome_of
 from elastic.runs import code
 from elastic.runs.run import Run
-from elastic.runs.which import version_at
+from elastic.runs.which import parsed, version_at, version_before
 from elastic.state.heal import Healing
 from elastic.train.alone import WORKER, go
 from elastic.train.apply_fence import ApplyFence
@@ -81,24 +81,30 @@ class Again:
         return then is not None and (self.now.losses, self.now.squared_norm) == (then.losses, then.squared_norm)
 
 
-def rerun_here(job: Job, step: int, *, accept_code: bool = False) -> Again:
-    """Computes ``step`` again from the checkpoint before it, as its branch and the job's loop do, with the norms of all layers.
+def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Again:
+    """Computes a step again from the checkpoint before it, as its branch and the job's loop do, with the norms of all layers.
 
-    Raises :class:`JobError` if there is no good checkpoint of the step before, or if the step was made with other code unless
-    ``accept_code``, and :class:`~storage.errors.Damaged` for bytes that changed.
+    ``which`` is the step, or the step and its generation, as ``400.3``, of one that the run has left behind.  Raises :class:`JobError` if
+    there is no good checkpoint of the step before, or if the step was made with other code unless ``accept_code``, and
+    :class:`~storage.errors.Damaged` for bytes that changed.
     """
-    run = Run.begun(job)
-    if not 1 <= step <= run.job.steps:
+    run, (step, generation) = Run.begun(job), parsed(str(which))
+    made = run.made(step) if generation is None else Version(step, generation)
+    its = run.job_of(step) if generation is None else run.job_at(made)
+    if not 1 <= step <= max(run.job.steps, its.steps):
         newest = run.newest()
         raise JobError(
-            f"--step {step}: {run.job.name} makes the steps 1 to {run.job.steps}, and its newest checkpoint is of step "
+            f"--step {which}: {run.job.name} makes the steps 1 to {run.job.steps}, and its newest checkpoint is of step "
             f"{newest.step if newest else 0}; name one that has a checkpoint of the step before it"
         )
-    its = run.job_of(step)
+    if (newest_known := run.standing(0, 0.0).generation) < made.generation:
+        raise JobError(f"--step {which}: {run.job.name} has had {newest_known} generations so far; `elastic checkpoint ls` lists them")
     watched = its.watch.model_copy(update={"every": 1})
     outcomes = list[Outcome]()
-    version = run.version_at(step - 1) if step > 1 else Version(0, 0)
-    with _restored(run, job, its.replace(watch=watched, faults=()), version, run.made(step), its, accept_code) as (session, state, fence):
+    version = (
+        Version(0, 0) if step == 1 else version_at(run, str(step - 1)) if generation is None else version_before(run, step, generation)
+    )
+    with _restored(run, job, its.replace(watch=watched, faults=()), version, made, its, accept_code) as (session, state, fence):
         shape = CommitShape(1, 1, its.microbatches, its.microbatch_size, Layout())
 
         def once() -> Generator[Step]:
@@ -106,7 +112,8 @@ def rerun_here(job: Job, step: int, *, accept_code: bool = False) -> Again:
 
         assert session.loop is not None
         Context(session.job, state, once, Effects(run.store, its.name, tells=False)).run(session.loop)
-    return Again(outcomes[0], ledger(run.segments()).get(step))
+    segments = run.segments()
+    return Again(outcomes[0], ledger(segments).get(step) if generation is None else outcome_of(segments, made))
 
 
 @contextmanager

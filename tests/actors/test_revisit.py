@@ -30,6 +30,8 @@ def test_g4_a_step_of_any_checkpoint_is_computed_again(tmp_path: Path, capsys: p
     seventh, fifth, first = rerun_here(job, 7), rerun_here(job, 5), rerun_here(job, 1)
     assert seventh.same and fifth.same and first.same and {*seventh.now.layer_norms} == {*fifth.now.layer_norms} != set()
     assert seventh.then is not None and seventh.then.generation > 1 and seventh.now.losses != fifth.now.losses
+    made, began = rerun_here(job, f"7.{seventh.then.generation}"), rerun_here(job, "7.1")
+    assert made == seventh and began.now == seventh.now and began.then is None, "generation 1 saved step 6, and died in step 7"
     for step, why in (
         (4, "no good checkpoint at step 3"),
         (9, "--step 9: .* makes the steps 1 to 8, and its newest checkpoint is of step 8"),

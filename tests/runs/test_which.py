@@ -9,8 +9,11 @@ import pytest
 from actors.cli import main
 from elastic.errors import JobError
 from elastic.ids import Version
+from elastic.runs import branches
+from elastic.runs.metrics import rows_of
 from elastic.runs.resume import start_of
-from elastic.train.revisit import evaluate_here
+from elastic.runs.run import Run
+from elastic.train.revisit import evaluate_here, rerun_here
 from tests.runs.test_forks import FAST, job_of, steps_of, told, trained
 from tests.support.chaos import exported_hash
 from tests.support.job_file import to_toml
@@ -37,6 +40,32 @@ def test_a_checkpoint_that_was_left_behind_is_evaluated_when_it_is_named(tmp_pat
         assert main(["evaluate", str(tmp_path / "job.toml"), "--step", word]) == 1
         with pytest.raises(JobError, match=why):
             evaluate_here(job, word)
+
+
+def test_g4_a_step_that_was_left_behind_is_computed_again_when_it_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """G4: it has the loss that was recorded before the rewind, to the bit.  The control: the run's own step has another."""
+    job = job_of(tmp_path)
+    trained(job)
+    told = {int(row["step"]): row["loss"] for row in rows_of(Run.find(job))}
+    job = job_of(tmp_path, **FAST)
+    trained(job, resume=2)
+    own = {int(row["step"]): row["loss"] for row in rows_of(Run.find(job))}
+    for step in (3, 5):
+        assert rerun_here(job, f"{step}.1").now.loss == told[step] and rerun_here(job, f"{step}.2").now.loss == own[step]
+        assert rerun_here(job, step).now.loss == own[step]
+    assert own[5] != told[5] and rerun_here(job, "1.1").now.loss == told[1]
+    assert branches.at(Run.find(job).store, "run", Version(5, 1)).number == 1, "the job of its branch, which has another rate"
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    assert main(["rerun", str(tmp_path / "job.toml"), "--step", "5.1"]) == 0
+    assert f"step 5: loss {told[5]:.6g}" in capsys.readouterr().out
+    for word, why in {
+        "5.7": "--step 5.7: run has had 2 generations so far",
+        "4.1": r"checkpoint 3\.1: run has no such good checkpoint",
+        "4": "no good checkpoint at step 3",
+        "x": "--step = 'x' must be a step",
+    }.items():
+        with pytest.raises(JobError, match=why):
+            rerun_here(job, word)
 
 
 def test_a_run_goes_on_from_what_another_has_left_behind_and_not_from_its_own(tmp_path: Path) -> None:

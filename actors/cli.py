@@ -63,7 +63,7 @@ def _parser() -> Parser:
     estimate = _takes_job(parsers, "estimate", commands.estimate, "tell how much memory a job takes, before anything runs", optional=True)
     estimate.add_argument("--params", type=float, help="only tell what so many parameters take, say 7e9")
     evaluate = _takes_job(parsers, "evaluate", commands.evaluate, "measure the loss of a checkpoint on held-out samples, in this process")
-    which = "step of the checkpoint, or STEP.GENERATION of one left behind (default: the newest good one)"
+    which = "step of the checkpoint, STEP.GENERATION of one left behind, or best, as RUN@best is (default: the newest good one)"
     evaluate.add_argument("--step", help=which)
     rerun = _takes_job(parsers, "rerun", commands.rerun, "compute a step again from the checkpoint before it, in this process")
     which = "the step, or STEP.GENERATION of one left behind; there must be a checkpoint of the step before it"

@@ -1,9 +1,9 @@
 """The source files of a run's code.  A run does not go on with other code unless its user says so.
 
 The files are those of the modules that the job names, but for the held-out data, on which no weight depends, and of every module that
-these import, also inside of functions, outside of installed packages, the standard library and Elastic itself.  They are found by reading imports, never by importing, so the answer depends
-on the files alone and not on what a process has loaded before.  A package with code that imports by computed names counts with all its
-files.  A file is named by its module, so the same code has the same names in every folder.
+these import, also inside of functions, outside of installed packages, the standard library and Elastic itself.  They are found by reading
+imports, never by importing, so the answer depends on the files alone and not on what a process has loaded before.  A package with code that
+imports by computed names counts with all its files.  A file is named by its module, so the same code has the same names in every folder.
 
 Each set of files with which the run trained is a create-only object ``code/<number>.json`` in its folder, with the version from which it
 goes on and what had changed.  A file has two digests: of its bytes, and of its syntax tree, which comments and formatting do not change.

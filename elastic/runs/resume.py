@@ -21,6 +21,7 @@ from storage.errors import StorageError
 from storage.objects import ObjectStore
 
 LATEST = "latest"
+BEST = "best"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def checkpoint(run: Run, which: str) -> Version:
 
     Raises :class:`JobError` if there is none.
     """
-    if which == "best":
+    if which == BEST:
         return _best(run)
     if which == "0" and run.checkpoints.inherited:
         raise JobError(f"step 0: {run.job.name} was forked at step {min(run.checkpoints.inherited).step}, and has no steps before that")
@@ -176,17 +177,21 @@ def _fork(job: Job, name: str, which: str) -> Start:
         raise JobError(f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; ask for more steps")
     job = job.after(ended(found.stretches(), version.step))
     changed = {key: list(pair) for key, pair in branches.changed(job, found).items()}
-    return Start(job, origin=Origin(name, version), changed=changed, said=_instead(other, which, version))
+    return Start(job, origin=Origin(name, version), changed=changed, said=_ending(other, which, version))
 
 
-def _instead(run: Run, which: str, version: Version) -> str:
-    """Returns the end of a sentence that says if ``version`` is not the best, but the next one of which there is a checkpoint, and if
-    validations on other samples do not count.
+def instead(run: Run, which: str, version: Version) -> list[str]:
+    """Returns sentences that say if ``version`` is not the best, but the next one of which there is a checkpoint, and if validations on
+    other samples do not count.
     """
-    if which != "best" or (found := best_of(run)) is None:
-        return ""
+    if which != BEST or (found := best_of(run)) is None:
+        return []
     other = "" if found.version == version else f"the best validation was after step {found.version.step}, of which there is no checkpoint"
-    return "".join(f"; {each}" for each in (other, found.left_out) if each)
+    return [each for each in (other, found.left_out) if each]
+
+
+def _ending(run: Run, which: str, version: Version) -> str:
+    return "".join(f"; {each}" for each in instead(run, which, version))
 
 
 def _warm(job: Job) -> Start:
@@ -199,7 +204,7 @@ def _warm(job: Job) -> Start:
     if not version.step:
         raise JobError(f"init = {job.init!r}: nothing was trained by then; leave it out")
     origin = Origin(name, version)
-    return Start(job.replace(init=origin.word), origin=origin, said=_instead(other, which, version))
+    return Start(job.replace(init=origin.word), origin=origin, said=_ending(other, which, version))
 
 
 def _check_same(job: Job, name: str, which: str) -> None:

@@ -23,6 +23,7 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.ledger import ledger, outcome_of
 from elastic.runs import code
+from elastic.runs.resume import BEST, checkpoint, instead
 from elastic.runs.run import Run
 from elastic.runs.which import parsed, version_at, version_before
 from elastic.state.heal import Healing
@@ -45,8 +46,9 @@ def evaluate_here(
 ) -> tuple[Version, Validated]:
     """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of ``[validation]``.
 
-    ``step`` may name the generation, too, as ``400.3``, of a checkpoint that the run has left behind.
-    ``tell`` is called with a sentence if these are the samples that are trained on, as they are without ``[validation]``.
+    ``step`` may name the generation, too, as ``400.3``, of a checkpoint that the run has left behind, or be ``best``.
+    ``tell`` is called with a sentence if these are the samples that are trained on, as they are without ``[validation]``, and if the best
+    one was never saved.
     Raises :class:`JobError`, also if it was made with other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes
     that changed.
     """
@@ -59,7 +61,12 @@ def validate_here(
     """Returns and raises as :func:`evaluate_here`, and returns what tells the samples from others besides."""
     run = Run.begun(job)
     asked = job.validation.model_copy(update={"every": max(job.validation.every, 1), "by": "members"})
-    version = Version(0, 0) if step in (0, "0") else version_at(run, None if step is None else str(step))
+    if step in (0, "0"):
+        version = Version(0, 0)
+    else:
+        version = checkpoint(run, BEST) if step == BEST else version_at(run, None if step is None else str(step))
+    for each in instead(run, str(step), version):
+        tell(each)
     made, by = (version, run.job_at(version)) if version.step else (run.made(0), run.job_of(0))
     with _restored(run, job, run.job.replace(validation=asked), version, made, by, accept_code) as (session, state, fence):
         for each in unlike_held_out(session):

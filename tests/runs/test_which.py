@@ -11,7 +11,7 @@ from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.runs import branches
 from elastic.runs.metrics import rows_of
-from elastic.runs.resume import start_of
+from elastic.runs.resume import checkpoint, start_of
 from elastic.runs.run import Run
 from elastic.train.revisit import evaluate_here, rerun_here
 from tests.runs.test_forks import FAST, job_of, steps_of, told, trained
@@ -40,6 +40,28 @@ def test_a_checkpoint_that_was_left_behind_is_evaluated_when_it_is_named(tmp_pat
         assert main(["evaluate", str(tmp_path / "job.toml"), "--step", word]) == 1
         with pytest.raises(JobError, match=why):
             evaluate_here(job, word)
+
+
+def test_the_best_checkpoint_is_evaluated_when_it_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The judge is the list of validations: the rate is absurd after step 4.  The control: the newest checkpoint is another."""
+    held_out = {"validation": {"every": 2, "args": {"samples": 20, "seq_len": 16}}}
+    trained(job_of(tmp_path, steps=4, **held_out))
+    job = job_of(tmp_path, steps=6, optim={"lr": 30.0}, **held_out)
+    trained(job, branch=True)
+    told = {int(row["step"]): row["validation_loss"] for row in rows_of(Run.find(job)) if "validation_loss" in row}
+    least = min(told, key=lambda step: told[step])
+    (version, lost), (newest, _) = evaluate_here(job, "best"), evaluate_here(job)
+    assert version.step == least == 4 and lost.mean == told[4] and newest.step == 6 and version == checkpoint(Run.find(job), "best")
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    assert main(["evaluate", str(tmp_path / "job.toml"), "--step", "best"]) == 0
+    assert f"validation after step 4: loss {told[4]:.6g} over" in capsys.readouterr().out
+    Run.find(job).checkpoints.mark(version, "a test")
+    said = list[str]()
+    assert evaluate_here(job, "best", tell=said.append)[0].step == 6
+    assert said == ["the best validation was after step 4, of which there is no checkpoint"]
+    trained(bare := job_of(tmp_path, name="bare", steps=2))
+    with pytest.raises(JobError, match="bare@best: bare has no validation with a number"):
+        evaluate_here(bare, "best")
 
 
 def test_g4_a_step_that_was_left_behind_is_computed_again_when_it_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from elastic.config.values import place
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.objects import OBJECT
 from elastic.report.divergence import diverged_at
 from elastic.runs import branches, resume
 from elastic.runs.descent import Descent, family, runs_of, tree
@@ -54,7 +55,7 @@ def rollback(known: Namespace) -> int:
         raise PlatformGaveUp(
             f"another command has begun to train {asked.name} or a branch of it meanwhile; it is not rolled back"
         ) from None
-    say(_goes_on(known, Run.find(asked).job))
+    say(_goes_on(known, Run.find(asked)))
     return 0
 
 
@@ -69,11 +70,17 @@ def _at(run: Run, step: str) -> Version:
         raise JobError(f"--to {step}: {error}{also}") from None
 
 
-def _goes_on(known: Namespace, branch: Job) -> str:
-    """Returns the sentence with the command that goes on with ``branch``.
+def _goes_on(known: Namespace, run: Run) -> str:
+    """Returns the sentence with the command that goes on with the newest branch of ``run``.
 
-    It has options for what the job file and the line have otherwise, since `elastic train` would refuse that.
+    It has options for what the job file and the line have otherwise, since `elastic train` would refuse that.  A run with code that was
+    given as objects goes on only where they are.
     """
+    branch = run.job
+    if objects := [each for each in branch.code() if each.startswith(f"{OBJECT}:")]:
+        changed = {name: now for each in branches.every(run.store, branch.name) for name, (_, now) in each["changed"].items()}
+        same = f" with {', '.join(f'{name} = {value!r}' for name, value in changed.items())}" if changed else " with the same settings"
+        return f"launch(Job(...)){same} goes on with it, in the script or notebook that has its objects ({', '.join(objects)})"
     file, words = str(known.job), list(known.line)
     try:
         differs = _otherwise(Job.load(known.job, known.settings), branch)

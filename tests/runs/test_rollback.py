@@ -6,12 +6,16 @@ import re
 import shlex
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors import branch_commands
 from actors.cli import main
+from actors.launch import launch
+from elastic.errors import JobError
 from elastic.ids import Version
+from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.lineage import Lineage
 from elastic.runs import branches, forks, resume
@@ -20,6 +24,7 @@ from elastic.runs.forks import Origin
 from elastic.runs.metrics import rows_of, store_rows
 from elastic.runs.run import Run
 from storage.objects import ObjectStore
+from tests import test_objects
 from tests.runs.test_forks import STATE, job_of, trained
 from tests.storage.states import write
 from tests.support.job_file import to_toml
@@ -123,6 +128,31 @@ def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(tmp_path: P
     assert main(["rollback", str(path), "--to", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"`elastic train {path}` goes on with it once job.toml has data.dataset = " in said and said.endswith("data.weights = []")
+
+
+def test_g2_the_run_of_a_notebook_goes_on_there_after_a_roll_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """G2: the sentence has what must be the same, also from earlier branches.  The control: with other settings `launch` refuses."""
+    objects = test_objects.cell()
+
+    def notebook(**settings: Any) -> Job:
+        return test_objects.job_of(tmp_path, objects, checkpoint={"save_every": 2}, **settings)
+
+    path = tmp_path / "job.toml"
+    path.write_text(f"name = {notebook().name!r}\nbucket = {notebook().bucket!r}\n")
+    assert launch(notebook(steps=4), local=True).state == "Finished"
+    assert launch(notebook(steps=6), local=True, branch=True).state == "Finished"
+    rate = notebook().optim.lr
+    capsys.readouterr()
+    assert main(["rollback", str(path), "--to", "4"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "launch(Job(...)) with steps = 6 goes on with it, in the script or notebook that has its objects (object:build, " in said
+    assert "elastic train" not in said
+    assert main(["rollback", str(path), "--to", "2", "--lr-scale", "0.5"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"launch(Job(...)) with steps = 6, optim.lr = {rate / 2!r} goes on with it" in said
+    with pytest.raises(JobError, match=r"optim\.lr = "):
+        launch(notebook(steps=6), local=True)
+    assert launch(notebook(steps=6, optim={"lr": rate / 2}), local=True).state == "Finished"
 
 
 @pytest.mark.parametrize(

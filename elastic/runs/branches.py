@@ -10,6 +10,7 @@ after its step is abandoned, as it is by a fall-back.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,6 +81,13 @@ def check_lost(store: ObjectStore, name: str) -> None:
             f"{store.full_name(f'{name}/job.json')} is missing, although the run has checkpoints, so nobody knows with which settings they "
             f"were made; put the file back from a copy, or begin a run of another name with their weights: init = '{name}@latest'"
         )
+
+
+def no_run(job: Job) -> JobError:
+    """Returns the error of a command that finds no run of that name, after :func:`check_lost`."""
+    what = ", which is a file and not a folder" if os.path.isfile(job.bucket) else ""
+    fix = "correct the name or the bucket, or begin the run with `elastic train`"
+    return JobError(f"there is no run {job.name!r} in bucket = {job.bucket!r}{what}; {fix}")
 
 
 def stored(store: ObjectStore, name: str) -> dict[str, Any] | None:

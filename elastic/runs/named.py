@@ -27,7 +27,7 @@ def job_of_run(path: Path, options: Mapping[str, Any], reads: Collection[str] = 
     """Returns the job of ``path`` with ``options`` over it; if it is not valid, what the run has stored, and the sentences that say why.
 
     ``reads`` are the settings that the command takes from the file even then, by their full names.  Raises :class:`JobError` for a file
-    that is not TOML, and for a mistake in the name, the bucket, ``reads`` or ``options``.
+    that is not TOML, and for a mistake in the name, the bucket, ``reads`` or ``options``, or if there is no such run.
     """
     values = read_toml(path)
     try:
@@ -43,7 +43,15 @@ def job_of_run(path: Path, options: Mapping[str, Any], reads: Collection[str] = 
     for settings in others:
         with suppress(JobError):
             return checked(**settings), problems
-    return checked(**last), problems
+    try:
+        return checked(**last), problems
+    except JobError:
+        if others:
+            raise
+    checked(**merge(place, options, path.name))  # a mistake in an option is told first
+    store = ObjectStore.open(named.bucket)  # what the command reads does not agree with the defaults: no run has stored more
+    branches.check_lost(store, named.name)
+    raise branches.no_run(named)
 
 
 def _those(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -147,9 +147,7 @@ class Run:
         if (run := cls._found(job)) is not None:
             return run
         branches.check_lost(ObjectStore.open(job.bucket), job.name)
-        what = ", which is a file and not a folder" if os.path.isfile(job.bucket) else ""
-        fix = "correct the name or the bucket, or begin the run with `elastic train`"
-        raise JobError(f"there is no run {job.name!r} in bucket = {job.bucket!r}{what}; {fix}")
+        raise branches.no_run(job)
 
     @classmethod
     def _found(cls, job: Job) -> Run | None:

@@ -140,6 +140,19 @@ def test_what_a_command_reads_is_refused(
     assert said in capsys.readouterr().out and sorted(kept.rglob("*")) == before
 
 
+@pytest.mark.parametrize("line", ["checkpoint ls JOB", "checkpoint gc JOB", "report JOB --to page.html"])
+def test_a_broken_file_of_no_run_is_told_that_there_is_none(
+    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    """Its rules to keep checkpoints do not agree with the defaults, of which it says nothing.  The control: an option is told."""
+    job = asked(kept).replace(name="other", checkpoint={"save_every": 2, "keep_last": 2, "keep_best": True})
+    words = [write(tmp_path / "job.toml", job, validation={"by": "spares"}) if word == "JOB" else word for word in line.split()]
+    assert main(words) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"there is no run 'other' in bucket = '{kept}'; correct the name or the bucket" in shown and "keep_best" not in shown
+    assert main([*words, "--optim.lr", "-1"]) == 1 and "command line: optim.lr = -1 must be" in capsys.readouterr().out
+
+
 def test_what_a_command_reads_is_that_of_the_file(kept: Path, tmp_path: Path) -> None:
     """All else is what the run has stored.  The control: the stored value of a setting that the command does not read."""
     mistakes = {"steps": "many", "checkpoint": {"keep_last": 3}, "deadlines": {"lease_s": 77.0}}

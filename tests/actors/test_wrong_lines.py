@@ -83,7 +83,7 @@ def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(job: str, tmp_pat
         ),
         (["rollback", "job.toml", "--to"], "elastic rollback: --to needs one value; write `elastic rollback job.toml --to 400` ("),
         (["rollback"], "elastic rollback: it needs job and --to (step of"),
-        (["rerun", "job.toml", "--step", "x"], "elastic rerun: --step = 'x' must be a whole number ("),
+        (["chaos", "job.toml", "--seed", "x"], "elastic chaos: --seed = 'x' must be a whole number ("),
         (
             ["checkpoint", "diff", "job.toml", "--between", "3"],
             "elastic checkpoint diff: --between needs 2 values; write `elastic checkpoint",

@@ -136,7 +136,7 @@ def test_each_is_made_once_and_is_what_plain_torch_says(tmp_path: Path, model: s
 def test_l10_samples_are_written_by_the_code_that_made_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """L10: the command refuses changed code, and counts no attempt.  The oracle is what the run wrote.  The control: the accepted change."""
+    """L10: the command refuses changed code, and counts no attempt.  The oracle is what the run wrote.  The control: an accepted change."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the time stamps of cached code have whole seconds
     code, file = tmp_path / "a_writer.py", tmp_path / "job.toml"

@@ -35,7 +35,8 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], i
 
     A branch is begun once ``claims`` has claimed the run, whose newest claim it is told: who lived until then goes no further.  Returns
     the incarnation that was claimed, or 0.
-    Raises :class:`PlatformGaveUp` if another command has begun a branch meanwhile.
+    Raises :class:`PlatformGaveUp` if another command has begun a branch meanwhile, and :class:`JobError` if one has begun to delete the
+    checkpoint from which this one goes on.
     """
     if forked := start.begin():
         show(Sentence(time.time(), forked))

@@ -124,7 +124,16 @@ def saved(run: Run) -> list[Version]:
 
 
 def rewind(run: Run, now: float, version: Version, incarnation: int = 0) -> str:
-    """Begins a branch of ``run``, with its job, that goes on from ``version``.  Returns and raises as :meth:`Run.branch`."""
+    """Begins a branch of ``run``, with its job, that goes on from ``version``.  Returns and raises as :meth:`Run.branch`.
+
+    Whoever goes on at once has claimed the run: a deletion that began before the claim is seen here, and one that sees the claim ends.
+    Raises :class:`JobError` if ``version`` is being deleted, or gone.
+    """
+    if version.step and not any(each.good for each in run.checkpoints.at(version.step) if each.version == version):
+        raise JobError(
+            f"another command has begun to delete {version} of {run.job.name} meanwhile, so no branch goes on from there, and the run stays "
+            f"as it is; name another step: `elastic checkpoint ls` lists them"
+        )
     metrics.keep_until(run, version)
     return run.branch(now, version, incarnation)
 

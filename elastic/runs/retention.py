@@ -126,11 +126,20 @@ def collect(run: Run, keep: Keep, asked: Retain | None, claim: int, now: float |
 
 
 def mark(run: Run, versions: Iterable[Version], why: str, claim: int) -> None:
-    """Marks ``versions``, but for those that a fork needs.  Raises :class:`Exists` if the newest claim of the run is another one."""
+    """Marks ``versions``, but for those that a fork needs.  Raises :class:`Exists` if the newest claim of the run is another one.
+
+    Whoever claims the run looks after that at the checkpoint from which a branch is to go on.  So a mark that was written after that look
+    is taken back: the claim is seen here.
+    """
     for version in versions:
         _check(run, claim)
         if version not in forks.references(run.store, run.job.name):
             run.checkpoints.mark(version, why)
+            try:
+                _check(run, claim)
+            except Exists:
+                run.checkpoints.unmark(version)
+                raise
 
 
 def remove(run: Run, versions: Iterable[Version], claim: int) -> tuple[Version, ...]:

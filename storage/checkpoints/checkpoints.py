@@ -180,6 +180,10 @@ class Checkpoints:
             raise ValueError(f"{version} is a checkpoint of {self.holder(version)}, so {self.run} does not delete it")
         self._note(version, DELETED, reason)
 
+    def unmark(self, version: Version) -> None:
+        """Takes the note of :meth:`mark` back.  What :meth:`remove` has taken away stays away."""
+        self.store.delete(f"{self.folder(version)}/{DELETED}")
+
     def remove(self, version: Version) -> None:
         """Deletes a checkpoint that :meth:`mark` has marked: the manifest first, and the note last.  Does nothing if there is no note.
 

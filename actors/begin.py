@@ -51,7 +51,7 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], i
     past = _idle(run, seen)
     try:
         incarnation = claims(run, seen)
-        said = run.branch(now, incarnation=incarnation) if start.at is None else rewind(run, now, start.at, incarnation)
+        said = run.branch(now, incarnation=incarnation) if start.at is None else rewind(run, now, start.at, incarnation, start.word)
     except Exists:
         raise PlatformGaveUp(f"another command has begun {job.name}, or a branch of it, meanwhile; `elastic runs` shows it") from None
     version = run.newest()

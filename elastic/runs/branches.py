@@ -166,8 +166,10 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
         raise JobError(f"{holds}; another value would change the weights from here on; {other}, or go on with these by --branch")
 
 
-def begin(store: ObjectStore, job: Job, before: Before, version: Version, now: float) -> str:
+def begin(store: ObjectStore, job: Job, before: Before, version: Version, now: float, word: str = "") -> str:
     """Writes the next branch of a run, with ``job``, which goes on from ``version``, and returns the sentence that says so.
+
+    ``word`` is the one that named ``version``, if one did, as "best" or "400".
 
     Raises :class:`~storage.errors.Exists` if another command has begun it.
     """
@@ -183,6 +185,7 @@ def begin(store: ObjectStore, job: Job, before: Before, version: Version, now: f
         "claim": before.claim,
         "reached": max((each.step for each in before.made if not abandoned(others, each)), default=version.step),
         "changed": {key: list(pair) for key, pair in differs.items()},
+        "word": word,
         "earlier": [each.to_json() for each in earlier],
         "job": json.loads(job.to_json()),
     }

@@ -31,6 +31,8 @@ class Start:
     job: Job
     at: Version | None = None
     """The checkpoint of the run itself from which a branch goes on."""
+    word: str = ""
+    """The word that named it."""
     origin: Origin | None = None
     """The checkpoint of another run from which a new run goes on, or (with ``init``) whose weights it begins with."""
     changed: dict[str, Any] = field(default_factory=dict)
@@ -88,20 +90,26 @@ def start_of(job: Job, resume: str | int = LATEST) -> Start:
 
 def _older(job: Job, run: Run, which: str) -> Start:
     """Returns the start at an older checkpoint of ``run``.  If its newest branch began there, with this job, and has saved a step since, it
-    goes on: a supervisor starts the same line again and again.
+    goes on: a supervisor starts the same line again and again.  By then ``best`` may be another one, so the word counts and not its step.
     """
-    version, newest = checkpoint(run, which), run.newest()
+    newest, begun = run.newest(), branches.every(run.store, run.job.name)[-1:]
+    again = begun if not branches.changed(job.going_on(branches.stored(run.store, run.job.name) or {}), run.job) else []
+
+    def went_on(there: str) -> Start:
+        said = f"branch {again[0]['number']} of {job.name} went on from {there} before: it goes on from {newest or Version(0, 0)}"
+        return Start(job, said=said + ("; to go back once more, name a step" if which == "best" else ""))
+
+    if again and which == "best" == again[0].get("word"):
+        return went_on(f"{job.name}@best, step {again[0]['step']},")
+    version = checkpoint(run, which)
     if "." in which and left_behind(run, [version]):
         raise JobError(
             f"--resume {which}: {run.job.name} has left {version} behind, so it cannot go on from there; a new run can: "
             f"--name OTHER --resume {run.job.name}@{which}"
         )
-    begun = branches.every(run.store, run.job.name)[-1:]
-    same = not branches.changed(job.going_on(branches.stored(run.store, run.job.name) or {}), run.job)
-    if begun and same and begun[0]["step"] == version.step and newest is not None and newest.step > version.step:
-        number = begun[0]["number"]
-        return Start(job, said=f"branch {number} of {job.name} went on from step {version.step} before: it goes on from {newest}")
-    return Start(job, at=version)
+    if again and again[0]["step"] == version.step and newest is not None and newest.step > version.step:
+        return went_on(f"step {version.step}")
+    return Start(job, at=version, word=which)
 
 
 def checkpoint(run: Run, which: str) -> Version:
@@ -123,19 +131,21 @@ def saved(run: Run) -> list[Version]:
     return [each.version for each in run.checkpoints.versions() if each.good and lineage.contains(line, each.version)]
 
 
-def rewind(run: Run, now: float, version: Version, incarnation: int = 0) -> str:
-    """Begins a branch of ``run``, with its job, that goes on from ``version``.  Returns and raises as :meth:`Run.branch`.
+def rewind(run: Run, now: float, version: Version, incarnation: int = 0, word: str = "") -> str:
+    """Begins a branch of ``run``, with its job, that goes on from ``version``, which ``word`` has named.
+
+    Returns and raises as :meth:`Run.branch`.
 
     Whoever goes on at once has claimed the run: a deletion that began before the claim is seen here, and one that sees the claim ends.
     Raises :class:`JobError` if ``version`` is being deleted, or gone.
     """
     if version.step and not any(each.good for each in run.checkpoints.at(version.step) if each.version == version):
         raise JobError(
-            f"another command has begun to delete {version} of {run.job.name} meanwhile, so no branch goes on from there, and the run stays "
-            f"as it is; name another step: `elastic checkpoint ls` lists them"
+            f"another command has begun to delete {version} of {run.job.name} meanwhile, so no branch goes on from there, and the run "
+            f"stays as it is; name another step: `elastic checkpoint ls` lists them"
         )
     metrics.keep_until(run, version)
-    return run.branch(now, version, incarnation)
+    return run.branch(now, version, incarnation, word)
 
 
 def best_of(run: Run) -> Best | None:

@@ -117,8 +117,8 @@ class Run:
             raise JobError(f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} already; ask for more steps")
         return version
 
-    def branch(self, now: float, at: Version | None = None, incarnation: int = 0) -> str:
-        """Begins a branch where :meth:`branches_at` says: from there on the run has this job.
+    def branch(self, now: float, at: Version | None = None, incarnation: int = 0, word: str = "") -> str:
+        """Begins a branch where :meth:`branches_at` says: from there on the run has this job.  ``word`` is the one that named ``at``.
 
         Whoever goes on at once looks at the run, claims it as ``incarnation``, and then begins the branch.  So a coordinator that still
         lives somewhere, and notices the claim later, trains worlds of the old job only, which are abandoned.  Returns the sentence that
@@ -131,7 +131,7 @@ class Run:
         until, claim = self.standing(incarnation, 0.0).generation, incarnation - 1 if incarnation else self.latest_claim()
         newest, last = max(self._there.number if self._there else 1, 1), self.last_recorded()
         made = tuple(each for each in (self.newest(), last and last.version) if each)
-        return branches.begin(self.store, self.job, Before(self._begun_as(there), newest, until, claim, made), version, now)
+        return branches.begin(self.store, self.job, Before(self._begun_as(there), newest, until, claim, made), version, now, word)
 
     def _begun_as(self, there: Branch) -> Job:
         return self.job.begun_as(there.job).after(there.earlier)

@@ -14,6 +14,7 @@ from elastic.runs.metrics import rows_of
 from elastic.runs.resume import checkpoint, start_of
 from elastic.runs.run import Run
 from elastic.train.revisit import evaluate_here, rerun_here
+from storage.documents import seal, unseal
 from tests.runs.test_forks import FAST, job_of, steps_of, told, trained
 from tests.support.chaos import exported_hash
 from tests.support.job_file import to_toml
@@ -109,3 +110,27 @@ def test_a_run_goes_on_from_what_another_has_left_behind_and_not_from_its_own(tm
     for name, word in (("run", "run@6.7"), ("new", "run@6.7"), ("run", "6.7")):
         with pytest.raises(JobError, match=r"checkpoint 6\.7: run has no such good checkpoint; .* left behind 6\.1"):
             start_of(job_of(tmp_path, name=name, steps=8), word)
+
+
+def test_l4_a_line_that_says_best_goes_back_once(tmp_path: Path) -> None:
+    """L4: a supervisor starts the same line again and again, while the best validation moves on: with such a rate, to step 3 of 4.
+
+    The controls: with another number of steps, or if a step is named, the line goes back; so it does after a branch of an older release,
+    which noted no word.
+    """
+    small = {"model_args": {"vocab": 29, "dim": 8, "layers": 1, "heads": 1}, "checkpoint": {"save_every": 1}}
+    job = job_of(tmp_path, steps=2, optim={"lr": 1e-3}, validation={"every": 1, "samples": 4}, **small)
+    trained(job)
+    job = job.replace(steps=4, optim={"lr": 0.3})
+    assert steps_of(trained(job, resume="run@best")) == [3, 4], "the best was at step 2"
+    best = checkpoint(run := Run.find(job), "best")
+    assert best == Version(3, 2)
+    lines = trained(job, resume="run@best")
+    assert steps_of(lines) == [] and "branch 2 of run went on from run@best, step 2, before: it goes on from step 4" in told(lines)
+    assert [(each["number"], each["step"], each["word"]) for each in branches.every(run.store, "run")] == [(2, 2, "best")]
+    for other, word in ((job.replace(steps=5), "run@best"), (job, "run@3"), (job, "3")):
+        assert start_of(other, word).at == best
+    document = Path(tmp_path, "run", "branches", "000002.json")
+    about = unseal(document.read_bytes(), "", branches.FORMAT)
+    document.write_bytes(seal({name: value for name, value in about.items() if name != "word"}))
+    assert start_of(job, "run@best").at == best

@@ -17,7 +17,7 @@ from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
-from elastic.runs import code
+from elastic.runs import alone, code
 from elastic.runs.resume import Start, rewind
 from elastic.runs.run import LOCAL, Run
 from storage.errors import Exists
@@ -40,6 +40,9 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], i
     """
     if forked := start.begin():
         show(Sentence(time.time(), forked))
+    if there := Run.find(start.job).local_elsewhere():
+        what = f"{start.job.name} was begun with --local {there}, and has told no end"
+        show(Sentence(time.time(), f"{what}: if it still trains there, it saves nothing more and ends at its next save"))
     if not branch:
         return 0
     job, now = start.job, time.time()
@@ -79,10 +82,16 @@ def _rates(before: Job, now: Job, step: int) -> str:
 
 def begin_here(start: Start, checked: Checked, show: Show, branch: bool, job: Job) -> tuple[Run, int]:
     """Begins the run in this process, and returns it with the incarnation that was claimed."""
-    incarnation = begin(replace(start, job=job), show, branch, lambda run, seen: run.claim_here(after=seen))
-    run = Run.open(job)
-    incarnation = incarnation or run.claim_here()
-    note_code(run, checked, show)
+    with alone.Ending(ObjectStore.open(job.bucket), job.name) as ending:
+
+        def claims(run: Run, seen: int | None = None) -> int:
+            ending.claim = run.claim_here(after=seen)
+            return ending.claim
+
+        begin(replace(start, job=job), show, branch, claims)
+        run = Run.open(job)
+        incarnation = ending.claim or claims(run)
+        note_code(run, checked, show)
     return run, incarnation
 
 

@@ -50,7 +50,7 @@ def rollback(known: Namespace) -> int:
         say(f"{asked.name} is at step {version.step} already, and nothing was to change")
         return 0
     try:
-        say(resume.rewind(changed, time.time(), version, changed.claim_here(after=claim)))
+        say(resume.rewind(changed, time.time(), version, changed.claim_here(after=claim, trains=False)))
     except Exists:
         raise PlatformGaveUp(
             f"another command has begun to train {asked.name} or a branch of it meanwhile; it is not rolled back"

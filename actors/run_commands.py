@@ -55,15 +55,18 @@ class Absent:
                 f"{job.name} is trained by process {pid} of this machine (--local); Ctrl-C there, or `kill -INT {pid}`, stops it", False
             )
         end = run.end()
-        over = end is not None or cluster.joined(owner["address"]) or owner["address"] == LOCAL
-        unless = "" if over else f", or its cluster, {owner['address']}, cannot be reached from here"
+        elsewhere = "" if end is not None else run.local_elsewhere()
+        over = end is not None or cluster.joined(owner["address"]) or (owner["address"] == LOCAL and not elsewhere)
+        stands = "is not running" if over else f"is not running, or its cluster, {owner['address']}, cannot be reached from here"
+        if elsewhere:
+            stands = f"was begun with --local {elsewhere}, and has told no end; if it lives, end it there with Ctrl-C"
         how = "" if end is None else f"; it ended as {type(end).__name__}"
         why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""
         known = run.standing(0, 0.0)
         newest = max(known.history.saved, default="none")
         rest = (skipped.sentence(run, known.skips), over_fits(run), owed.sentence(owed.debts(run)))
         more = "".join(f"; {told}" for told in rest if told)
-        return cls(f"{job.name} is not running{unless}; newest good checkpoint: {newest}{how}{why}{more}", over, end)
+        return cls(f"{job.name} {stands}; newest good checkpoint: {newest}{how}{why}{more}", over, end)
 
 
 def status(job: Job, once: bool) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage, contains
-from elastic.runs import branches, forks
+from elastic.runs import alone, branches, forks
 from elastic.runs.branches import Before, Branch
 from elastic.runs.forks import Origin
 from storage import journal
@@ -33,7 +32,7 @@ from storage.journal import Journal, claim_owner, latest_claim, newest_owner, ow
 from storage.journal.replicas import Written
 from storage.objects import ObjectStore
 
-LOCAL = "local"
+LOCAL = alone.ADDRESS
 """Address that the owner of a run has if one process trains it by itself."""
 
 
@@ -197,21 +196,27 @@ class Run:
         about = {"address": address, "host": platform.node(), "life": life, "node": node, **more}
         return claim_owner(self.store, self.job.name, about, after)
 
-    def claim_here(self, after: int | None = None) -> int:
-        """Claims the next incarnation, or that ``after`` another one, for this process, which trains the run by itself or changes it.
+    def claim_here(self, after: int | None = None, *, trains: bool = True) -> int:
+        """Claims the next incarnation, or that ``after`` another one, for this process, which ``trains`` the run by itself or changes it.
 
         Raises :class:`JobError` if another process of this machine does so already, and :class:`Exists` as :meth:`claim`.
         """
         self.check_local()
-        return self.claim(LOCAL, life=_life_of(os.getpid()), after=after)
+        return self.claim(LOCAL, after=after, **alone.claim(trains))
 
     def local_process(self) -> int:
         """Returns the id of the process of this machine that trains the run with ``--local``, or 0."""
         owner = self.owner()
-        if owner is None or (owner["address"], owner["host"]) != (LOCAL, platform.node()):
+        if owner is None or not (pid := alone.process(owner)):
             return 0
-        pid = int(owner.get("life", "").partition(" ")[0] or 0)
-        return pid if pid and pid != os.getpid() and _life_of(pid) == owner["life"] else 0
+        return pid if alone.ended(self.store, self.job.name, owner["incarnation"]) is None else 0
+
+    def local_elsewhere(self) -> str:
+        """Returns on which other machine, and when, a process began to train the run with ``--local`` if it may still do so; else ""."""
+        owner = self.owner()
+        if owner is None or not alone.elsewhere(self.store, self.job.name, owner["incarnation"], owner):
+            return ""
+        return alone.begun_at(owner)
 
     def check_local(self) -> None:
         """Raises :class:`JobError` if another process of this machine trains the run with ``--local``: two would both write its steps."""
@@ -306,13 +311,16 @@ class Run:
     def end(self) -> Ended | None:
         """Returns how the run ended, or None if the bucket does not say.
 
-        A checkpoint of its last step shows it, or the journal of its last owner.
+        A checkpoint of its last step shows it, the journal of its last owner, or what that one has left with ``--local``.
         """
         last, newest = self.last_recorded(), self.newest()
         if newest is not None and newest.step >= self.job.steps:
             return Finished()
-        if last is None or last.incarnation < self.latest_claim() or self.branched:
+        if self.branched:
             return None
+        claim = self.latest_claim()
+        if last is None or last.incarnation < claim:
+            return alone.ended(self.store, self.job.name, claim)
         return last.state if isinstance(last.state, TERMINAL) else None
 
     @property
@@ -414,15 +422,6 @@ class Run:
             "cursor": {"seed": job.seed, "sampling": job.data.sampling, "global_batch": job.global_batch},
             "versions": {name: version_of(name) for name in ("torch", "ray", "safetensors")} | {"elastic": elastic.__version__},
         }
-
-
-def _life_of(pid: int) -> str:
-    """Returns what tells a process from a later one with its id: the id, and when it began, in ticks since the boot; "" if it is gone."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else f"{pid} {fields[18]}"
 
 
 def _goes_on(state: RunState, last: RunState) -> str:

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from elastic.control.health import watch
-from elastic.control.run import RunState
+from elastic.control.run import Finished, RunState, Stopped
 from elastic.engine.optim.schedule import rate_for_readers
 from elastic.engine.world import World
 from elastic.errors import JobError, PlatformGaveUp
@@ -36,8 +36,8 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.metrics import Row, row_of, with_validation
 from elastic.report.story import Line, Scored, Sentence, Story
+from elastic.runs import alone, data, owed, validations
 from elastic.runs import asked as recorded
-from elastic.runs import data, owed, validations
 from elastic.runs.metrics import Sinks, store_journaled, store_rows
 from elastic.runs.resume import best_of, over_fits
 from elastic.runs.retention import Retention
@@ -86,6 +86,13 @@ def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tup
     if job.validation.by == "spares":  # there are none
         job = job.replace(validation=job.validation.model_copy(update={"by": "members"}))
     run, incarnation = begin(job)
+    with alone.Ending(run.store, job.name, incarnation) as ending:
+        state, reason, step = _train(run, incarnation, device, show)
+        ending.how = Finished() if state == "Finished" else Stopped(reason)
+    return state, reason, step
+
+
+def _train(run: Run, incarnation: int, device: torch.device, show: Callable[[Line], None]) -> tuple[str, str, int]:
     job, start = run.job, run.standing(incarnation, time.time())
     with TemporaryDirectory() as folder:
         session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)

@@ -70,11 +70,13 @@ IMPORTS = {
     "elastic.runs.branches": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
     "elastic.runs.forks": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
     "elastic.sources": Row(("elastic.objects", "storage.*", *NAMES)),
+    "elastic.runs.alone": Row(("elastic.control.run", "storage.*", *NAMES)),
     "elastic.runs.receipts": Row(("elastic.plan.layout", *NAMES)),
     "elastic.runs.run": Row(
         (
             *(
                 "elastic",
+                "elastic.runs.alone",
                 "elastic.runs.branches",
                 "elastic.runs.forks",
                 "elastic.control.*",
@@ -229,6 +231,7 @@ IMPORTS = {
                 "storage.*",
             ),
             *(
+                "elastic.runs.alone",
                 "elastic.runs.branches",
                 "elastic.config.sections",
                 "elastic.runs.forks",

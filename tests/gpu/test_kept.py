@@ -13,8 +13,8 @@ from elastic.engine.kept import kept_bytes
 from elastic.engine.loss import next_token
 from elastic.engine.parallelize import parallelize
 from elastic.engine.world import World
-from elastic.kernels.attention import causal_mask
 from elastic.job import Job
+from elastic.kernels.attention import causal_mask
 from elastic.plan.layout import Layout
 from elastic.train.model import build_model, builder_of
 from tests.support.toys import toy_job

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,15 +12,17 @@ import pytest
 
 from actors.begin import begin
 from actors.cli import main
-from elastic.errors import JobError
+from actors.launch import launch
+from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.report.story import Line, StepLine
 from elastic.runs import branches, resume
 from elastic.runs.resume import Start
 from elastic.runs.run import Run
 from storage.checkpoints import Checkpoints
-from tests.runs.test_forks import STATE, job_of
+from tests.runs.test_forks import STATE, job_of, told, trained
 from tests.storage.states import write
 from tests.support.job_file import to_toml
 
@@ -54,7 +59,7 @@ def resumed(job: Job, file: str, claims: Claims) -> int:
 def rolled_back(job: Job, file: str, claims: Claims) -> int:
     """Rolls the run back to step 2.  The command looks at it, claims it, and begins the branch.  Returns its exit code."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "claim_here", lambda run, after: claims(run, after))
+        patch.setattr(Run, "claim_here", lambda run, after, **more: claims(run, after))
         return main(["rollback", file, "--to", "2"])
 
 
@@ -101,3 +106,119 @@ def test_l4_a_mark_that_comes_after_the_claim_of_a_branch_is_taken_back(
     assert main(["checkpoint", "rm", file, "--step", "2"]) == 2
     assert "another command has begun to train run meanwhile" in " ".join(capsys.readouterr().out.split())
     assert saved(job) == [2] and Run.find(job).newest() == OLDER
+
+
+# ---- a process of another machine
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Moves this process to a machine of another name."""
+    return lambda name: monkeypatch.setattr(platform, "node", lambda: name)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Returns the exit code of a command, and what it said."""
+    capsys.readouterr()
+    code = main([*words])
+    return code, " ".join(capsys.readouterr().out.split())
+
+
+COMMANDS = (("checkpoint", "rm", "JOB", "--step", "2"), ("checkpoint", "gc", "JOB"), ("rollback", "JOB", "--to", "2"))
+
+
+def test_l4_a_run_that_lives_on_another_machine_is_left_alone(
+    tmp_path: Path, machine: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L4: commands of host B, while host A is after step 5 of 8: none does anything without --force, and the run is trained to its end.
+
+    The control: once it has told its end, each of them does what it is asked.
+    """
+    job, file, found = job_of(tmp_path / "bucket", steps=8), str(tmp_path / "job.toml"), list[tuple[int, str]]()
+    Path(file).write_text(to_toml(job))
+    machine("host-a")
+
+    def show(line: object) -> None:
+        if isinstance(line, StepLine) and line.step == 5:
+            machine("host-b")
+            for words in (*COMMANDS, ("status", "JOB", "--once"), ("stop", "JOB")):
+                found.append(said(capsys, *(file if word == "JOB" else word for word in words)))
+            machine("host-a")
+
+    assert launch(job, local=True, show=show).state == "Finished"
+    assert [code for code, _ in found] == [2, 2, 2, 0, 2]
+    for _, text in found:
+        assert re.search(
+            r"run was begun with --local on host host-a at \d{4}-\S+ \S+, and has told no end; if it lives, end it there", text
+        )
+    assert all("--force does it all the same" in text for _, text in found[:3]) and saved(job) == [2, 4, 6, 8]
+    machine("host-b")
+    assert [said(capsys, *(file if word == "JOB" else word for word in words))[0] for words in COMMANDS] == [0, 0, 1]
+    assert saved(job) == [4, 6, 8], "and there is no step 2 any more"
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "a fault of the job", "killed", "killed, and --force", "killed, on the same machine"])
+def test_l4_a_run_that_ended_on_another_machine(
+    tmp_path: Path, machine: Callable[[str], None], capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """L4: a process that could say so has left its end.  The controls: one that was killed has not, but its own machine knows it."""
+    job, file = job_of(tmp_path / "bucket", steps=8), str(tmp_path / "job.toml")
+    Path(file).write_text(to_toml(job))
+    machine("host-a")
+    kill = how.startswith("killed")
+
+    def show(line: object) -> None:
+        if isinstance(line, StepLine) and line.step == 5:
+            raise JobError("the loss is a word") if how.startswith("a fault") else KeyboardInterrupt
+
+    if how == "Ctrl-C":
+        assert launch(job, local=True, show=show).state == "Stopped"
+    elif not kill:
+        with pytest.raises(JobError):
+            launch(job, local=True, show=show)
+    else:
+        assert launch(job, local=True, show=show).state == "Stopped"
+        shutil.rmtree(tmp_path / "bucket" / "run" / "ends")
+    machine("host-a" if how.endswith("machine") else "host-b")
+    _, text = said(capsys, "status", file, "--once")
+    ends = {"Ctrl-C": "it ended as Stopped (Ctrl-C; saved at step 5)", "a fault of the job": "it ended as Failed (the loss is a word)"}
+    lost = how in ("killed", "killed, and --force")
+    assert ends.get(how, "has told no end" if lost else "run is not running; newest good checkpoint: step 5") in text
+    force = ["--force"] if how.endswith("--force") else []
+    code, _ = said(capsys, "checkpoint", "rm", file, "--step", "2", *force)
+    assert code == (2 if lost and not force else 0) and (2 in saved(job)) == (code == 2)
+
+
+def test_l4_a_roll_back_is_no_training(
+    finished: tuple[Job, str], machine: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L4: nothing lives after it, so commands of another machine need no --force.  The control: a claim of a process that trains."""
+    job, file = finished
+    assert said(capsys, "rollback", file, "--to", "4")[0] == 0
+    machine("host-b")
+    assert said(capsys, "rollback", file, "--to", "2")[0] == 0 and saved(job) == [2]
+    Run.find(job).claim_here()
+    machine("host-c")
+    assert said(capsys, "rollback", file, "--to", "0")[0] == 2 and saved(job) == [2]
+
+
+def test_l4_a_command_that_trains_goes_past_a_process_of_another_machine(tmp_path: Path, machine: Callable[[str], None]) -> None:
+    """L4: it says so.  The first process ends before its next save, as it does beside another command of its own machine."""
+    job, lines = job_of(tmp_path / "bucket"), list[Line]()
+    machine("host-a")
+
+    def show(line: Line) -> None:
+        if isinstance(line, StepLine) and line.step == 3:
+            machine("host-b")
+            begin(Start(job), lines.append, False, lambda run, seen: 0)
+            assert Run.open(job).claim_here() == 2
+            machine("host-a")
+
+    with pytest.raises(PlatformGaveUp, match="another command has taken this run over"):
+        launch(job, local=True, show=show)
+    assert len(lines) == 1 and lines[0].text.startswith("run was begun with --local on host host-a at ")
+    assert lines[0].text.endswith("if it still trains there, it saves nothing more and ends at its next save") and saved(job) == [2]
+    machine("host-b")
+    assert "--local" not in told(trained(job)), "the control: one of this machine, which can be seen"
+    machine("host-c")
+    assert "--local" not in told(trained(job)) and saved(job) == [2, 4, 6], "another control: it has told its end"

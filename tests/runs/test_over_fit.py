@@ -49,7 +49,10 @@ def said_of(validation: Curve, training: Curve, last: int = 100, data: int = 1) 
 
 
 def test_the_validation_loss_that_rises_while_the_training_loss_falls() -> None:
-    """The numbers are chosen by hand.  The controls: it falls, it stands still, it has risen too few times, both rise, and the samples are others."""
+    """The numbers are chosen by hand.
+
+    The controls: it falls, it stands still, it has risen too few times, both rise, and the samples are others.
+    """
     falls: Curve = lambda step: 3.0 - step / 100  # noqa: E731
     rises: Curve = lambda step: 2.0 + abs(step - 50) / 100  # noqa: E731
     assert said_of(rises, falls) == (

@@ -136,7 +136,8 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, r
     takes a view of it, where the plain loop adds it up.  Of Python calls only a unit has some, and a parameter none.  There are two units,
     however many blocks: small blocks are joined where nothing travels, and the rest of the model is the other.
 
-    A step: what the norm in a fixed order and the commit have more; the update has fewer.  The control: one operator for each parameter more.
+    A step: what the norm in a fixed order and the commit have more; the update has fewer.  The control: one operator for each parameter
+    more.
     """
     parameters, units = 9 * layers + 2, 2
     few, more = (extra(tmp_path / f"{many}", layers, many, reproducible=reproducible) for many in (2, 4))

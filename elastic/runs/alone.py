@@ -1,0 +1,111 @@
+"""The processes that train a run by themselves, with ``--local``: the claims that they make, and the ends that they leave in the bucket.
+
+Such a process writes no journal.  So it says how it ended in an object of its own, ``ends/<incarnation>.json``.  A process of another
+machine cannot be seen: if its claim has no end, it may still train.  It has died, or it ends at its next save if the run was claimed since.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic.control.run import Ended, Failed, Finished, Stopped
+from elastic.errors import JobError
+from storage.errors import Missing, StorageError
+from storage.numbered import Numbered
+from storage.objects import ObjectStore
+
+ADDRESS = "local"
+"""Address that the owner of a run has if one process trains it by itself."""
+FORMAT = 1
+
+
+def claim(trains: bool) -> dict[str, Any]:
+    """Returns what a claim of this process says.  Without ``trains`` it only changes the run, as a roll-back does."""
+    return {"life": life_of(os.getpid()), "at": round(time.time(), 3), "trains": trains}
+
+
+def process(owner: Mapping[str, Any]) -> int:
+    """Returns the id of the process of this machine that made a claim, if it lives and is not this one; otherwise 0."""
+    if (owner["address"], owner["host"]) != (ADDRESS, platform.node()):
+        return 0
+    pid = int(owner.get("life", "").partition(" ")[0] or 0)
+    return pid if pid and pid != os.getpid() and life_of(pid) == owner["life"] else 0
+
+
+def elsewhere(store: ObjectStore, name: str, incarnation: int, owner: Mapping[str, Any]) -> bool:
+    """Returns whether the process that claimed the run as ``incarnation`` is one of another machine that may still train it."""
+    ours = owner["address"] != ADDRESS or owner["host"] == platform.node() or not owner.get("trains", True)
+    return not ours and ended(store, name, incarnation) is None
+
+
+def begun_at(owner: Mapping[str, Any]) -> str:
+    """Returns where and when a claim was made, in words, in the time zone of this machine."""
+    at = time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(owner["at"])) if "at" in owner else ""
+    return f"on host {owner['host']}{at}"
+
+
+@dataclass
+class Ending:
+    """Writes how a process ends that claimed the run: by an error that leaves the ``with`` statement, or as ``how`` says by then."""
+
+    store: ObjectStore
+    name: str
+    claim: int = 0
+    """The incarnation that the process claimed, 0 as long as there is none."""
+    how: Ended | None = None
+    """The way in which it ended; None while it goes on."""
+
+    def __enter__(self) -> Ending:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        how = self.how if error is None else _failed(error)
+        if self.claim and how is not None:
+            end(self.store, self.name, self.claim, how)
+
+
+def end(store: ObjectStore, name: str, incarnation: int, how: Ended) -> None:
+    """Writes how the process that claimed the run as ``incarnation`` ended, unless its claim is gone with the run's folder.
+
+    It does not raise if that fails: then the process counts as one that died.
+    """
+    about = {"format": FORMAT, "state": type(how).__name__, "at": round(time.time(), 3), **vars(how)}
+    with suppress(StorageError, OSError):
+        if store.exists(f"{name}/owner/{incarnation:06d}.json"):
+            _documents(store, name).add(incarnation, about)
+
+
+def _failed(error: BaseException) -> Ended:
+    if isinstance(error, KeyboardInterrupt):
+        return Stopped(f"{str(error) or 'Ctrl-C'}; the last save counts")
+    return Failed(str(error) or type(error).__name__, str(error) if isinstance(error, JobError) else "")
+
+
+def ended(store: ObjectStore, name: str, incarnation: int) -> Ended | None:
+    """Returns how the process that claimed the run as ``incarnation`` ended, or None if it has not said so."""
+    with suppress(Missing):
+        about = _documents(store, name).read(incarnation)
+        if about["state"] == Finished.__name__:
+            return Finished()
+        return Failed(about["reason"], about["job_error"]) if about["state"] == Failed.__name__ else Stopped(about["reason"])
+    return None
+
+
+def life_of(pid: int) -> str:
+    """Returns what tells a process from a later one with its id: the id, and when it began, in ticks since the boot; "" if it is gone."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else f"{pid} {fields[18]}"
+
+
+def _documents(store: ObjectStore, name: str) -> Numbered:
+    return Numbered(store, f"{name}/ends", FORMAT)

@@ -18,6 +18,7 @@ from typing import Any
 from elastic.control.run import Ended, Failed, Finished, Stopped
 from elastic.errors import JobError
 from storage.errors import Missing, StorageError
+from storage.journal import owners
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
@@ -43,6 +44,11 @@ def elsewhere(store: ObjectStore, name: str, incarnation: int, owner: Mapping[st
     """Returns whether the process that claimed the run as ``incarnation`` is one of another machine that may still train it."""
     ours = owner["address"] != ADDRESS or owner["host"] == platform.node() or not owner.get("trains", True)
     return not ours and ended(store, name, incarnation) is None
+
+
+def unseen(store: ObjectStore, name: str, incarnation: int) -> bool:
+    """Returns whether a process of another machine that claimed the run before ``incarnation`` may still train it."""
+    return any(elsewhere(store, name, number, owner) for number, owner in owners(store, name).items() if number < incarnation)
 
 
 def begun_at(owner: Mapping[str, Any]) -> str:

@@ -251,8 +251,9 @@ class Run:
 
         Of the checkpoints, only the newest, the last one that the journal knows, and those of ``step`` are looked at.  The newest manifest
         says which generation committed which steps; checkpoints that are not on that lineage were abandoned.  If the journal in the bucket
-        does not reach the end of the run, it may lack the newest generations.  So an ``incarnation`` that begins anew skips numbers; 0
-        stands for a reader or a takeover, which skips none.
+        does not reach the end of the run, it may lack the newest generations; so it may if a process of another machine may still train the
+        run with --local, which writes no journal.  So an ``incarnation`` that begins anew skips numbers; 0 stands for a reader or a
+        takeover, which skips none.
         """
         return self._standing(self.last_recorded(), incarnation, now, step)
 
@@ -266,8 +267,13 @@ class Run:
         generation, next_worker = (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
         if incarnation and last is not None and not last.over:
             generation += UNREAD * incarnation
+        unseen = incarnation if incarnation and alone.unseen(self.store, self.job.name, incarnation) else 0  # each has one generation
         branched = branches.every(self.store, self.job.name)
-        generation = max(generation, *(each.get("until", 0) for each in branched), 0)
+        until = max((int(each.get("until", 0)) for each in branched), default=0)
+
+        def after(known: int) -> int:
+            return max(max(generation, known) + unseen, until)
+
         steps = {each.step for each in last.history.saved[-1:]} if last is not None else set()
         known = [listed for at in sorted(steps | ({step} if step is not None else set())) for listed in self.checkpoints.at(at)]
 
@@ -275,10 +281,10 @@ class Run:
             there = [each for each in (*known, *recent) if not branches.abandoned(branched, each.version)]
             whole = [(each.version, each.manifest) for each in there if each.manifest is not None]
             if not whole:
-                return RunState.begin(incarnation, now, generation=generation, next_worker=next_worker)
+                return RunState.begin(incarnation, now, generation=after(0), next_worker=next_worker)
             newest, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
             good = {each.version for each in there if each.good}
-            begun = RunState.begin(incarnation, now, tuple(good), manifest.lineage, max(generation, newest.generation), next_worker)
+            begun = RunState.begin(incarnation, now, tuple(good), manifest.lineage, after(newest.generation), next_worker)
             if not self.job.keep().younger_s:
                 return begun
             times = {version: each.written_at for version, each in whole if version in good and each.written_at is not None}

@@ -285,17 +285,7 @@ class _Local:
     def _save(self, state: State, *, stops: bool = False) -> None:
         """Saves the state, and does what is owed, unless the run ``stops``: then it does that when it goes on."""
         version = state.shard.version
-        if (latest := self.run.latest_claim()) < self.incarnation:
-            gone = self.run.store.full_name(f"{self.run.job.name}/owner/{self.incarnation:06d}.json")
-            raise PlatformGaveUp(
-                f"{gone}, this command's claim, is gone: somebody has deleted it, or the run's folder; {version} is not saved, and this "
-                f"command ends"
-            )
-        if latest != self.incarnation:
-            raise PlatformGaveUp(
-                f"another command has taken this run over (owner {latest}; this one is {self.incarnation}): "
-                f"{version} is not saved, and this command ends"
-            )
+        self._check_claim(version)
         try:
             receipt = save_here(self.run.checkpoints, state, lambda: self.session.faults.strike("save", version.step, self.world))
             store_rows(self.run.store, self.run.job.name, self.rows)  # before the save counts, or else a crash in between loses them
@@ -303,6 +293,7 @@ class _Local:
             where = f"bucket = {self.session.job.bucket!r}"
             raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
         self.rows.clear()
+        self._check_claim(version)  # the writing takes long, and who has claimed the run meanwhile may have gone back
         self.run.commit(version, [receipt], self.lineage, self.world.layout)
         self.sinks.hand_on(self.lineage)
         if not stops:
@@ -314,6 +305,20 @@ class _Local:
             except (StorageError, OSError):
                 return  # the next save looks again
             self.retention.round(Retain((version,), self.lineage, best and best.version, (self.plan.version,)))
+
+    def _check_claim(self, version: Version) -> None:
+        """Raises :class:`PlatformGaveUp` unless the newest claim of the run is this command's: ``version`` would not count."""
+        if (latest := self.run.latest_claim()) < self.incarnation:
+            gone = self.run.store.full_name(f"{self.run.job.name}/owner/{self.incarnation:06d}.json")
+            raise PlatformGaveUp(
+                f"{gone}, this command's claim, is gone: somebody has deleted it, or the run's folder; {version} is not saved, and this "
+                f"command ends"
+            )
+        if latest != self.incarnation:
+            raise PlatformGaveUp(
+                f"another command has taken this run over (owner {latest}; this one is {self.incarnation}): "
+                f"{version} is not saved, and this command ends"
+            )
 
     def _pay(self) -> None:
         """Performs what is owed, each once; what fails is tried again at the next save."""

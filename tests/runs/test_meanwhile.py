@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from elastic.report.story import Line, StepLine
 from elastic.runs import branches, resume
 from elastic.runs.resume import Start
 from elastic.runs.run import Run
+from elastic.train import local
 from storage.checkpoints import Checkpoints
 from tests.runs.test_forks import STATE, job_of, told, trained
 from tests.storage.states import write
@@ -222,3 +224,67 @@ def test_l4_a_command_that_trains_goes_past_a_process_of_another_machine(tmp_pat
     assert "--local" not in told(trained(job)), "the control: one of this machine, which can be seen"
     machine("host-c")
     assert "--local" not in told(trained(job)) and saved(job) == [2, 4, 6], "another control: it has told its end"
+
+
+@pytest.mark.parametrize("when", ["while it writes the shard", "after its last look at the claims", "the control: never"])
+def test_l4_what_a_process_of_another_machine_saves_after_a_roll_back_does_not_count(
+    tmp_path: Path, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str
+) -> None:
+    """L4: the process goes on from step 4 in a generation of which the bucket knows nothing, and is in the middle of its first save.
+
+    Meanwhile another machine takes it for dead and rolls the run back to step 2, with another rate.  The run goes on from there.
+    """
+    job, file = job_of(tmp_path / "bucket", steps=4), str(tmp_path / "job.toml")
+    trained(job)
+    job = job.replace(steps=6)
+    Path(file).write_text(to_toml(job))
+    machine("host-a")
+    write_shard, commit = local.save_here, Run.commit
+
+    def rolls_back(*_: object) -> None:
+        machine("host-b")
+        assert said(capsys, "rollback", file, "--to", "2", "--lr-scale", "0.1", "--force")[0] == 0
+        machine("host-a")
+
+    def after(first: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **more: (first(*args, **more), rolls_back())[0]
+
+    def before(then: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **more: (rolls_back(), then(*args, **more))[1]
+
+    if when.startswith("while"):
+        monkeypatch.setattr(local, "save_here", after(write_shard))
+    elif when.startswith("after"):
+        monkeypatch.setattr(Run, "commit", before(commit))
+    if when.startswith("while"):
+        with pytest.raises(PlatformGaveUp, match=r"another command has taken this run over .*: step 6 of generation 2 is not saved"):
+            launch(job, local=True, branch=True, show=lambda line: None)
+    else:
+        assert launch(job, local=True, branch=True, show=lambda line: None).step == 6
+    monkeypatch.setattr(local, "save_here", write_shard)
+    monkeypatch.setattr(Run, "commit", commit)
+    machine("host-b")
+    wrote = [each.version for each in Run.find(job).checkpoints.at(6) if each.manifest is not None]
+    assert wrote == ([] if when.startswith("while") else [Version(6, 2)])
+    if when.startswith("the control"):
+        assert Run.find(job).newest() == Version(6, 2)
+        return
+    assert Run.find(job).newest() == OLDER
+    lines = trained(job.replace(optim={"lr": job.optim.lr * 0.1}))
+    assert [line.step for line in lines if isinstance(line, StepLine)] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("host", ["host-b", "the control: host-a"])
+def test_l4_a_generation_of_a_process_that_cannot_be_seen_is_not_used_again(
+    tmp_path: Path, machine: Callable[[str], None], host: str
+) -> None:
+    """L4: both would write the same step of the same generation.  The control: a process of this machine that is not there has died."""
+    run = Run.open(job_of(tmp_path))
+    run.commit(OLDER, write(run.checkpoints, OLDER, STATE, 1), ((1, 2),), Layout())
+    machine("host-a")
+    its = run.standing(run.claim_here(), 0.0).next_generation
+    machine(host.removeprefix("the control: "))
+    later = [run.standing(run.claim_here(), 0.0).next_generation for _ in range(2)]
+    assert its == 2 and (later == [2, 2]) == host.startswith("the control")
+    assert host.startswith("the control") or its < later[0] < later[1]
+    assert run.standing(0, 0.0).next_generation == 2, "a reader skips none"

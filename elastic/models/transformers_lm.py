@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from elastic.kernels.attention import Kernel, Mask, causal_attention, causal_mask
 from elastic.kernels.cross_entropy import cross_entropy
+from elastic.models.causal import looks_ahead, remedy
 from elastic.models.pretrained import Rename, check_weights, load_weights, same
 from elastic.models.spec import ShardingTable
 
@@ -61,17 +62,17 @@ def build(config: Mapping[str, Any] | None = None, path: str | None = None, pret
     found = config_of(config or {}, path)
     if getattr(found, "output_router_logits", False):
         raise ValueError("output_router_logits = true asks for the loss of a router, which the loss of a job does not add; set it to false")
-    model = AutoModelForCausalLM.from_config(found, dtype=torch.float32)
-    if _attends_by_torch(model):
-        model.config._attn_implementation = TORCH
-        if model._supports_flex_attn:
-            model.attends = Kernel.TORCH
+    model = _made(found)
+    ahead = looks_ahead(found, _made)
     blind = {type(module).__name__ for module in model.modules() if getattr(module, "is_causal", None) is False}
-    if blind:
-        raise ValueError(
-            f"{', '.join(sorted(blind))} attends to later tokens, so there is nothing to learn; set is_decoder = true in config"
-        )
+    if ahead or (ahead is None and blind):
+        fix = remedy(found, _made) if ahead else "set is_decoder = true in config"
+        raise ValueError(f"this {found.model_type!r} attends to later tokens, so there is nothing to learn but to copy them; {fix}")
+    if model._supports_flex_attn and model.config._attn_implementation == TORCH:
+        model.attends = Kernel.TORCH
     model.__class__ = _fitted(model.__class__)
+    if ahead is None:
+        model.doubt = f"whether {found.model_type!r} of transformers attends to later tokens is not known: no small one of its kind runs"
     if not model.sharding().blocks:
         model.sharding = None  # then the engine looks for blocks by itself
     if model.device.type == "meta":
@@ -82,6 +83,14 @@ def build(config: Mapping[str, Any] | None = None, path: str | None = None, pret
             model.get_output_embeddings().__class__ = Head
             model.fuses_loss = False
     return with_weights(model, path) if pretrained and path else model
+
+
+def _made(config: PreTrainedConfig) -> Any:
+    """Returns the library's model, which attends by our function where that is right."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if _attends_by_torch(model):
+        model.config._attn_implementation = TORCH
+    return model
 
 
 def with_weights(model: nn.Module, folder: str, rename: Rename = same) -> nn.Module:
@@ -133,6 +142,8 @@ class Fitted:
 
     pretrained: Callable[[nn.Module], None] | None = None
     """Reads the weights."""
+    doubt = ""
+    """A sentence for the user about a check that was not possible."""
 
     def forward(self: Any, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         if hasattr(self, "attends"):

@@ -112,7 +112,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
     data.check(run, build.data)
     job = run.job
-    notes = [*unread, *([] if hasattr(model, "sharding") else [_wrapping(sharding_table(model).blocks)])]
+    notes = [*unread, *_of_its_structure(model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")
@@ -446,6 +446,12 @@ def _check_flash(job: Job, model: nn.Module, packed: bool) -> None:
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise ModelError(f"attention = 'flash-4': {'; '.join(found)}; or set attention to 'auto'")
+
+
+def _of_its_structure(model: nn.Module) -> list[str]:
+    """Returns sentences about what the model itself does not tell."""
+    wrapping = "" if hasattr(model, "sharding") else _wrapping(sharding_table(model).blocks)
+    return [*filter(None, [getattr(model, "doubt", ""), wrapping])]
 
 
 def _wrapping(blocks: tuple[str, ...]) -> str:

@@ -173,8 +173,9 @@ IMPORTS = {
     "elastic.models": Row(("elastic.models.*", "elastic.kernels.*"), ("torch",)),
     "elastic.models.spec": Row(),
     "elastic.models.pretrained": Row((), ("safetensors", "torch")),
+    "elastic.models.causal": Row((), ("torch", "transformers")),
     "elastic.models.transformers_lm": Row(
-        ("elastic.models.pretrained", "elastic.models.spec", "elastic.kernels.*"), ("torch", "transformers")
+        ("elastic.models.causal", "elastic.models.pretrained", "elastic.models.spec", "elastic.kernels.*"), ("torch", "transformers")
     ),
     "elastic.engine": Row(
         (

@@ -20,6 +20,7 @@ from elastic.imports import code_digest, load
 from elastic.kernels.attention import Kernel
 from elastic.models.spec import ShardingTable
 from elastic.plan.layout import Layout
+from elastic.train.preflight import preflight
 from tests.engine.test_paged import paged, same
 from tests.support.initialised import plain
 from tests.support.ranks import Ranks
@@ -244,6 +245,97 @@ def test_a_file_gives_the_config_and_arguments_replace_its_values(tmp_path: Path
 def test_a_config_that_cannot_be_right_is_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         transformers_lm.build(config)
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "rembert": {
+        **SMALL,
+        "input_embedding_size": 16,
+        "output_embedding_size": 16,
+        "intermediate_size": 48,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+    },
+    "xlm": {"vocab_size": 61, "emb_dim": 32, "n_layers": 2, "n_heads": 4},
+    "xlnet": {"vocab_size": 61, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
+    "bart": {"vocab_size": 61, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
+}
+"""Models about whose attention their class and config say nothing, or the contrary: BART has layers for an encoder, which it never uses."""
+
+
+def judged(kind: str, **more: Any) -> bool:
+    """Returns whether a gradient reaches tokens from logits before them: the judge needs no tolerance, as masks give exact zeros."""
+    config = transformers_lm.config_of({"model_type": kind, **TINY[kind], **more}, None)
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    embedded = model.get_input_embeddings()(torch.randint(3, 61, (1, 20))).detach().requires_grad_()
+    model(inputs_embeds=embedded, attention_mask=torch.ones(1, 20), use_cache=False).logits[0, :12].square().sum().backward()
+    return bool(embedded.grad[0, 12:].abs().max() > 0)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("kind", "more", "fix"),
+    [
+        ("rembert", {"is_decoder": True}, "set is_decoder = true in config"),
+        ("xlm", {"causal": True}, "set causal = true in config"),
+        ("xlnet", {"attn_type": "uni"}, "set attn_type = 'uni' in config"),
+    ],
+)
+def test_a_model_that_looks_at_later_tokens_is_refused(kind: str, more: dict[str, Any], fix: str) -> None:
+    """It would learn to copy them.  What to set is named only where it helps."""
+    assert judged(kind), "the judge"
+    with pytest.raises(ValueError, match=rf"^this '{kind}' attends to later tokens, so there is nothing to learn but .*; {fix}$"):
+        transformers_lm.build({"model_type": kind, **TINY[kind]})
+    assert not judged(kind, **more), "the judge"
+    transformers_lm.build({"model_type": kind, **TINY[kind], **more})
+
+
+@pytest.mark.fast
+def test_a_setting_that_does_not_help_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic.models.causal.REMEDIES", (("is_decoder", True),))
+    with pytest.raises(ValueError, match=r"take another model_type, such as 'llama'$"):
+        transformers_lm.build({"model_type": "xlm", **TINY["xlm"]})
+
+
+@pytest.mark.fast
+def test_a_decoder_with_layers_that_it_never_uses_is_the_librarys() -> None:
+    """BART's decoder alone has attention to an encoder that is not there, and that would not be causal."""
+    assert not judged("bart"), "the judge"
+    state = torch.get_rng_state()
+    ours = transformers_lm.build({"model_type": "bart", **TINY["bart"]}).eval()
+    torch.set_rng_state(state)
+    theirs = transformers.AutoModelForCausalLM.from_config(ours.config, dtype=torch.float32, attn_implementation="eager").eval()
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter, ours.get_parameter(name)), "the same draws: the check draws none of them"
+    tokens = batch()["tokens"].clamp_min(3)
+    assert torch.allclose(ours(tokens), theirs(input_ids=tokens, use_cache=False).logits, rtol=1e-5, atol=1e-6)
+    assert len(ours.sharding().blocks) == 2
+    assert ours.doubt == ""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("kind", "ahead"), [("llama", False), ("gemma2", False), ("big_bird", True), ("bert", True)])
+def test_of_a_large_model_a_small_one_is_run(kind: str, ahead: bool) -> None:
+    """The published sizes of these have up to 9 billion parameters: none of their memory is taken."""
+    with torch.device("meta"):
+        if ahead:
+            with pytest.raises(ValueError, match=r"later tokens, .*; set is_decoder = true in config$"):
+                transformers_lm.build({"model_type": kind})
+        assert transformers_lm.build({"model_type": kind, **({"is_decoder": True} if ahead else {})}).doubt == ""
+
+
+def test_where_no_small_model_runs_its_layers_decide_and_the_user_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("elastic.models.causal.MOST", 0)
+    monkeypatch.setattr("elastic.models.causal._FOUND", {})
+    with torch.device("meta"), pytest.raises(ValueError, match=r"this 'bart' attends to later tokens, .*; set is_decoder = true in config"):
+        transformers_lm.build({"model_type": "bart", **TINY["bart"]})
+    args = {"config": {"model_type": "llama", **GATED}}
+    doubts = "whether 'llama' of transformers attends to later tokens is not known"
+    job = toy_job(tmp_path, model="elastic.models.transformers_lm:build", model_args=args)
+    assert any(doubts in note for note in preflight(job).notes)
+    monkeypatch.undo()
+    assert not any(doubts in note for note in preflight(job).notes)
 
 
 @pytest.mark.fast

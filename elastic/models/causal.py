@@ -1,0 +1,143 @@
+"""Finds out whether a language model of the library transformers looks at later tokens, from which ``next_token`` would learn to copy.
+
+Neither a model's class nor its config tells.  So a model runs twice: if other tokens at the end change the logits before them, it looks
+ahead.  That needs weights, so a large model is built small: all its widths are divided by one power of two, so that heads still fit them,
+and of its layers only the first :data:`LAYERS` are there.  A kind of layer that comes later is not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+LAYERS = 2
+"""Number of layers of a small model."""
+HEAD = 8
+"""Smallest width of a head of a small model; rotations may take a quarter of it, and need two numbers."""
+WORDS = 64
+"""Number of tokens that a small model knows."""
+MOST = 50_000_000
+"""Largest number of parameters of a model that is run; a run of so many takes about a second."""
+SEQ, LAST = 24, 8
+"""Length of the sequence, and number of tokens at its end that change."""
+NOISE = 0.05
+"""Standard deviation of what is added to the weights: those that begin at zero would hide what a layer looks at."""
+SAME = 1e-4
+"""Largest change of logits, in parts of the largest logit, that is rounding.  A look ahead changes them by more than 1e-3."""
+WIDTH = re.compile(r"(hidden|intermediate|embed\w*)_size|\w*_(dim|rank|embd|inner|intermediate_size)|d_(model|ff|kv|inner|embed|head)")
+DEPTH = re.compile(r"(num_|n_)?(hidden_|decoder_|encoder_)?layers?")
+FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+"""The errors that the library raises for a config whose sizes do not fit each other."""
+REMEDIES: tuple[tuple[str, Any], ...] = (("is_decoder", True), ("causal", True), ("attn_type", "uni"))
+"""Settings of configs that let some models look back only."""
+
+_FOUND: dict[str, bool | None] = {}
+"""The configs, as JSON, that were tried, and the answers: each world builds its model anew."""
+
+
+def looks_ahead(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
+    """Returns whether the model that ``make(config)`` builds looks at later tokens; None if that cannot be found out.
+
+    It leaves the generators of random numbers as they were.
+    """
+    known = config.to_json_string()
+    if known not in _FOUND:
+        _FOUND[known] = _try(config, make)
+    return _FOUND[known]
+
+
+def remedy(config: Any, make: Callable[[Any], nn.Module]) -> str:
+    """Returns what to set in the config of a model that looks ahead, as words; other words if no setting is known that helps."""
+    for name, value in REMEDIES:
+        if hasattr(config, name):
+            other = deepcopy(config)
+            setattr(other, name, value)
+            if looks_ahead(other, make) is False:
+                return f"set {name} = {str(value).lower() if value is True else repr(value)} in config"
+    return "take another model_type, such as 'llama'"
+
+
+def _try(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
+    with _silence(), torch.random.fork_rng([]):
+        try:
+            for each in (config, _smaller(config)):
+                with torch.device("meta"):
+                    size = sum(parameter.numel() for parameter in make(each).parameters())
+                if size <= MOST:
+                    return _run(each, make)
+        except FAILURES:
+            return None
+    return None
+
+
+@torch.no_grad()
+def _run(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
+    torch.default_generator.manual_seed(0)  # that of the CPU alone
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or SEQ
+    seq = min(SEQ, positions) if positions > 0 else SEQ  # some have -1, for any number
+    with torch.device("cpu"):
+        model = make(config).eval()
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=NOISE)
+        tokens = torch.randint(text.vocab_size, (2, seq))
+        tokens[1, : -seq // 3] = tokens[0, : -seq // 3]
+        ones = torch.ones_like(tokens)
+        first, second = (model(input_ids=row[None], attention_mask=ones[:1], use_cache=False).logits[0, : -seq // 3] for row in tokens)
+    change, largest = float((first - second).abs().max()), float(first.abs().max())
+    return change > SAME * largest if 0 < largest < float("inf") else None
+
+
+def _smaller(config: Any) -> Any:
+    """Returns a config of the same kind with few layers, narrow ones, and few tokens."""
+    text, small = config.get_text_config(), deepcopy(config)
+    head = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", HEAD)
+    part = 1 << max(0, (head // HEAD).bit_length() - 1)
+    for each in _configs(small):
+        _shrink(each, part)
+    return small
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """Yields ``config`` and those inside it, such as that of the text."""
+    yield config
+    for name in config.sub_configs:
+        if (inner := getattr(config, name, None)) is not None:
+            yield from _configs(inner)
+
+
+def _shrink(config: Any, part: int) -> None:
+    words, values = config.attribute_map.get("vocab_size", "vocab_size"), dict(vars(config))
+    depths = {value for name, value in values.items() if DEPTH.fullmatch(name) and type(value) is int}
+    for name, value in values.items():
+        if type(value) is int and WIDTH.fullmatch(name):
+            setattr(config, name, max(value // part, 1))
+        elif type(value) is int and DEPTH.fullmatch(name):
+            setattr(config, name, min(value, LAYERS))
+        elif type(value) is int and (name == words or name.endswith("_token_id")):
+            setattr(config, name, min(value, WORDS if name == words else WORDS - 1))
+        elif _lists(name, value) and len(value) in depths:  # one for each layer
+            setattr(config, name, value[:LAYERS])
+
+
+def _lists(name: str, value: Any) -> bool:
+    """Returns whether ``value`` lists what layers are; a pattern may be a text with a letter for each."""
+    return isinstance(value, list | tuple) or (isinstance(value, str) and name.endswith("_pattern"))
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keeps back what the library says about the models that are tried."""
+    usual = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(usual)

@@ -6,7 +6,7 @@ is made on the meta device, and its shards are filled from the members, keepers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from elastic.engine.sync.base import Scheme
 from elastic.engine.sync.collective import Collective
 from elastic.engine.sync.ordered import Ordered
 from elastic.engine.world import World
-from elastic.errors import JobError
+from elastic.errors import JobError, ModelError
 from elastic.imports import failure
 from elastic.job import Job
 from elastic.kernels.attention import PACKAGE, Kernel, open_flash_4
@@ -126,15 +126,40 @@ def scheme_of(job: Job) -> type[Scheme]:
 
 
 def sharding_table(model: nn.Module) -> ShardingTable:
-    """Returns the model's own table.  If it has none, the blocks are the children of its largest ModuleList."""
+    """Returns the model's own table.  If it has none, the blocks are the children of its largest ModuleList.
+
+    A block is a module that is called: what acts on a block goes round its ``forward``.  A container is none, such as a ModuleList of the
+    parts of a layer; in the place of one that a list holds, its children are blocks.  Raises :class:`ModelError` for one in the own table.
+    """
     own: Callable[[], ShardingTable] | None = getattr(model, "sharding", None)
     if own is not None:
-        return own()
+        table = own()
+        for name in table.blocks:
+            if not _is_called(block := model.get_submodule(name)):
+                raise ModelError(
+                    f"sharding() of {type(model).__name__} names {name!r}, a {type(block).__name__}, which is never called, for it has no "
+                    f"forward(); name modules that are called, such as its children, or give it a forward() and call it"
+                )
+        return table
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         return ShardingTable(blocks=())
     name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    return ShardingTable(blocks=tuple(f"{name}.{i}" for i in range(len(largest))))
+    return ShardingTable(blocks=tuple(_called(name, largest)))
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Returns whether ``module`` has a ``forward``; without one nobody can call it."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _called(name: str, container: nn.Module) -> Iterator[str]:
+    """Yields the names of the outermost modules in ``container`` that are called."""
+    for child_name, child in container._modules.items():
+        if child is not None and _is_called(child):
+            yield f"{name}.{child_name}"
+        elif child is not None:
+            yield from _called(f"{name}.{child_name}", child)
 
 
 def matrices_of(model: nn.Module) -> frozenset[str]:

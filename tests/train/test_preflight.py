@@ -270,13 +270,24 @@ def test_settings_that_one_worker_makes_no_use_of_are_told(tmp_path: Path, text:
     assert not any("--local" in note for note in preflight(job).notes)
 
 
+class Pair(nn.Module):
+    """A block with two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
 class Nosy(nn.Module):
     """A model of one block with two layers, of which it multiplies by one itself."""
 
     def __init__(self, *, calls: bool) -> None:
         super().__init__()
         self.calls, self.embedding, self.output = calls, nn.Embedding(32, 32), nn.Linear(32, 32)
-        self.blocks = nn.ModuleList([nn.ModuleDict({"one": nn.Linear(32, 32), "two": nn.Linear(32, 32)})])
+        self.blocks = nn.ModuleList([Pair()])
 
     def sharding(self) -> ShardingTable:
         return ShardingTable(("blocks.0",))
@@ -286,11 +297,10 @@ class Nosy(nn.Module):
             nn.init.normal_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        layers = self.blocks[0]
-        assert isinstance(layers, nn.ModuleDict)
-        x = layers["one"](self.embedding(tokens))
-        two = layers["two"]
-        return self.output(two(x) if self.calls else F.linear(x, two.weight))
+        pair = self.blocks[0]
+        assert isinstance(pair, Pair)
+        x = self.embedding(tokens)
+        return self.output(pair(x) if self.calls else F.linear(pair.one(x), pair.two.weight))
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])

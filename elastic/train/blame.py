@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from elastic.engine.parallelize import parallelize
 from elastic.errors import AbortStuck, CopyLost, ElasticError, FencedOff, ReplicasDiffer, StateDamaged, WorldBroken
 from elastic.protocol.commit_record import BadRecord
 from elastic.protocol.events import DIFFER
@@ -23,6 +24,9 @@ from storage.errors import Damaged, StorageError
 
 OURS = ("/torch/", "/elastic/train/", "/elastic/engine/", "/elastic/state/")
 """Parts of paths that are never the user's code."""
+
+COLLECTIVES, SPLIT_TENSORS = "/torch/distributed/distributed_c10d.py", "/torch/distributed/tensor/"
+"""Parts of paths of torch: the functions that call a communication library, and DTensor."""
 
 
 def touch(device: torch.device) -> None:
@@ -35,8 +39,8 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
     """Returns (cause of ``Broken``, signature) of the error that stopped a generation here.
 
     ``ask_device`` is :func:`touch` for this worker's device.  A failed collective is a peer's doing; the place where the exception was
-    raised tells it from an error in the user's code.  ``forming`` means that no step had begun: if memory is short then, earlier worlds
-    may have left some behind, and a new process has it.
+    raised tells it from an error in the user's code (:func:`_in_a_collective`).  ``forming`` means that no step had begun: if memory is
+    short then, earlier worlds may have left some behind, and a new process has it.
     """
     if isinstance(error, FencedOff):
         return "lease", ""
@@ -54,10 +58,23 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
         return "damaged", ""
     if isinstance(error, CopyLost):
         return "copy", error.keeper
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or "/torch/distributed/" in frames[-1].filename:
+    if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or _in_a_collective(error):
         return "peer", ""
     return "job", _signature(error)
+
+
+def _in_a_collective(error: Exception) -> bool:
+    """Returns whether ``error`` was raised where torch talks with peers: by a collective, or by what waits for one.
+
+    Much of ``torch.distributed`` talks with nobody.  It refuses what the job's model or loss asks of it: where a model is wrapped, where
+    tensors that are split are used, and by errors of other classes than those of communication.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    if COLLECTIVES in last or "/torch/distributed/" not in last:
+        return COLLECTIVES in last
+    wrapping = any(frame.f_code is parallelize.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    refused = isinstance(error, NotImplementedError) or not isinstance(error, RuntimeError)
+    return not (wrapping or refused or SPLIT_TENSORS in last)
 
 
 def plainly(error: Exception) -> str:

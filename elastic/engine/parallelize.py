@@ -173,14 +173,33 @@ def shared_across(model: nn.Module) -> tuple[str, str] | None:
 
     FSDP2 gathers and frees the parameters of a block for that block alone, so such a model cannot be wrapped in stage 3 of ZeRO.
     """
-    blocks, found = frozenset(sharding_table(model).blocks), dict[int, tuple[str, str]]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parts = name.split(".")
-        unit = next((unit for end in range(1, len(parts)) if (unit := ".".join(parts[:end])) in blocks), "")
+    found = dict[int, tuple[str, str]]()
+    for unit, name, parameter in _units(model):
         first_unit, first = found.setdefault(id(parameter), (unit, name))
         if unit != first_unit:
             return first, name
     return None
+
+
+def unlike_within(model: nn.Module) -> tuple[str, str] | None:
+    """Returns two trained parameters with different dtypes in one block, or in the rest of the model; None if there are none.
+
+    FSDP2 sums the gradients of a block, and of the rest, in one memory, so such a model cannot be wrapped in stage 3 of ZeRO either.
+    """
+    found = dict[str, tuple[torch.dtype, str]]()
+    for unit, name, parameter in _units(model):
+        dtype, first = found.setdefault(unit, (parameter.dtype, name)) if parameter.requires_grad else (parameter.dtype, name)
+        if parameter.dtype != dtype:
+            return first, name
+    return None
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yields each parameter by each of its names, after the block that has it there; "" is the rest of the model."""
+    blocks = frozenset(sharding_table(model).blocks)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parts = name.split(".")
+        yield next((unit for end in range(1, len(parts)) if (unit := ".".join(parts[:end])) in blocks), ""), name, parameter
 
 
 def _aliases(model: nn.Module) -> list[list[tuple[str, str]]]:

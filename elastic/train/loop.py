@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from elastic.engine.axes.split import tell_of_reads
 from elastic.engine.parallelize import scheme_of
 from elastic.engine.stores import join_store
 from elastic.engine.world import World
@@ -299,6 +300,7 @@ class Trainer(Controlled):
         """
         if isinstance(error, FencedOff) and not error.lease:
             return
+        tell_of_reads(error)
         cause, signature = classify(error, partial(touch, self.device), forming=forming)
         trace = "".join(traceback.format_exception(error))
         at = f"{self.session.computing}\n" if self.session.computing else ""

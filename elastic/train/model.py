@@ -18,7 +18,7 @@ from elastic.engine.axes.whole import Whole
 from elastic.engine.layers import Layers
 from elastic.engine.meta import without_memory
 from elastic.engine.optim.base import Optimizer, Part, Rule
-from elastic.engine.parallelize import matrices_of, parallelize, shared_across
+from elastic.engine.parallelize import matrices_of, parallelize, shared_across, unlike_within
 from elastic.engine.spikes import Spikes
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
@@ -119,11 +119,11 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
 
 
 def in_its_stage(job: Job, model: nn.Module) -> Job:
-    """Returns the job with stage 2 of ZeRO in place of ``auto``, if its model shares a weight so that stage 3 cannot gather it.
+    """Returns the job with stage 2 of ZeRO in place of ``auto``, if stage 3 cannot gather the weights of its model.
 
     Its layouts are those of another job, so plans are made with ``job`` itself.
     """
-    return job.in_stage(2) if job.parallel.zero == "auto" and shared_across(model) else job
+    return job.in_stage(2) if job.parallel.zero == "auto" and (shared_across(model) or unlike_within(model)) else job
 
 
 def misfit(job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], version: Version, fix: str = AS_IT_BEGAN) -> str:

@@ -23,7 +23,7 @@ from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.kept import reader_of_fp8
 from elastic.engine.optim.trial import check_rule
 from elastic.engine.paged import RESIDENT
-from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across
+from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError
 from elastic.ids import Version
@@ -201,11 +201,20 @@ def _check_again(job: Job, model: nn.Module) -> None:
 
 
 def _check_shared(job: Job, model: nn.Module) -> None:
-    """Raises :class:`ModelError` if the job gathers weights block by block, and the model has one that is not of one block."""
-    if job.parallel.zero == 3 and any(layout.dp_shard > 1 for layout in job.layouts()) and (names := shared_across(model)):
+    """Raises :class:`ModelError` if the job gathers weights block by block, and the model has some with which that is not possible."""
+    if job.parallel.zero != 3 or all(layout.dp_shard == 1 for layout in job.layouts()):
+        return
+    if names := shared_across(model):
         raise ModelError(
             f"parallel.zero = 3: {names[0]!r} and {names[1]!r} of {job.model!r} are one weight, and stage 3 gathers and frees the weights "
             f"of each block by itself; set parallel.zero = 2, which gathers each weight once a step"
+        )
+    if names := unlike_within(model):
+        formats = (str(model.get_parameter(name).dtype).removeprefix("torch.") for name in names)
+        of = " and ".join(f"{name!r} is {dtype}" for name, dtype in zip(names, formats, strict=True))
+        raise ModelError(
+            f"parallel.zero = 3: {of} in {job.model!r}, and stage 3 sums the gradients of a block, and all others, in one format; "
+            f"set parallel.zero = 2, or give them one format"
         )
 
 

@@ -1,7 +1,10 @@
-"""A weight that blocks share: stages 0 to 2 of ZeRO train it, stage 3 is refused before any worker starts, and ``auto`` takes stage 2."""
+"""A weight that blocks share, or one of another format: stages 0 to 2 of ZeRO train it, stage 3 is refused before any worker starts, and
+``auto`` takes stage 2.
+"""
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +12,19 @@ import pytest
 from torch import Tensor, nn
 
 from actors.launch import launch
+from elastic.engine.axes.split import tell_of_reads
+from elastic.engine.loss import next_token
+from elastic.engine.world import World
 from elastic.errors import ModelError
+from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.train.blame import classify
 from elastic.train.model import build_model, builder_of, in_its_stage
 from elastic.train.preflight import preflight
 from tests.support.chaos import exported_hash
 from tests.support.ranks import Ranks
-from tests.support.segments import train
+from tests.support.segments import member, train
 from tests.support.toys import toy_job
 
 SHARED = {
@@ -24,8 +32,10 @@ SHARED = {
     "module": ("layers.0.norm.weight", "layers.2.norm.weight"),
     "block": ("layers.0.even.weight", "layers.2.even.weight"),
     "rest": ("layers.1.even.weight", "last.weight"),
+    "format": ("embed.weight", "last.weight"),
+    "format in a block": ("layers.1.even.weight", "layers.1.norm.weight"),
 }
-"""The two names of the first parameter that is not of one block, by what blocks share."""
+"""The two names of the first parameter that is not of one block, by what blocks share; or of two that are unlike."""
 
 
 class Block(nn.Module):
@@ -34,7 +44,7 @@ class Block(nn.Module):
         self.even, self.norm = nn.Linear(dim, dim, bias=False), nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.even(self.norm(x).tanh())
+        return x + self.even(self.norm(x.to(self.norm.weight.dtype)).tanh().to(self.even.weight.dtype)).to(x.dtype)
 
 
 class Sharing(nn.Module):
@@ -54,6 +64,14 @@ class Sharing(nn.Module):
                 self.layers[2] = self.layers[0]
             case "rest":
                 self.last.weight = self.layers[1].even.weight
+            case "format":
+                self.last.double()
+            case "format in a block":
+                self.layers[1].norm.double()
+            case "format of a block":
+                self.layers[1].double()
+            case "frozen":
+                self.last.double().requires_grad_(False)
 
     def init_weights(self) -> None:
         for parameter in self.parameters():
@@ -63,7 +81,7 @@ class Sharing(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.last(x))
+        return self.head(self.last(x.to(self.last.weight.dtype)).to(x.dtype))
 
 
 def sharing(folder: Path, kind: str, zero: int | str = "auto", **changes: Any) -> Job:
@@ -73,7 +91,10 @@ def sharing(folder: Path, kind: str, zero: int | str = "auto", **changes: Any) -
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_stage_3_is_refused_with_both_names_of_the_weight(tmp_path: Path, kind: str) -> None:
-    """The controls: the other stages, and one worker, can train it; a weight that is shared within the rest of the model is no problem."""
+    """The controls: the other stages, and one worker, can train it; a weight that is shared within the rest of the model is no problem.
+
+    Nor is a format of all of a block, or of what is frozen.
+    """
     with pytest.raises(ModelError) as refused:
         preflight(sharing(tmp_path, kind, 3))
     said = str(refused.value)
@@ -82,7 +103,8 @@ def test_stage_3_is_refused_with_both_names_of_the_weight(tmp_path: Path, kind: 
         preflight(sharing(tmp_path, kind, zero))
     preflight(sharing(tmp_path, kind, 3, workers={"max": 1}))
     preflight(sharing(tmp_path, kind, 3), local=True)
-    preflight(sharing(tmp_path, "", 3))
+    for fine in ("", "format of a block", "frozen"):
+        preflight(sharing(tmp_path, fine, 3))
 
 
 @pytest.mark.parametrize("kind", SHARED)
@@ -97,8 +119,43 @@ def test_auto_stands_for_a_stage_that_trains_it(ranks: Ranks, tmp_path: Path, ki
         assert found.hash == one.hash, layout
     plain = sharing(tmp_path, "")
     assert in_its_stage(plain, build_model(plain, builder_of(plain))) is plain
-    with pytest.raises(AssertionError, match=r"FSDP group|module once|Invariant"):
+    with pytest.raises(AssertionError, match=r"FSDP group|module once|Invariant|uniform original parameter dtype"):
         train(ranks, sharing(tmp_path / "split", kind, 3), Layout(1, 2), 2)
+
+
+@pytest.mark.parametrize("kind", ["format of a block", "frozen"])
+def test_stage_3_trains_the_formats_that_are_not_refused(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    one = train(ranks, sharing(tmp_path / "one", kind), Layout(1, 1), 2)
+    assert train(ranks, sharing(tmp_path / "two", kind, 3), Layout(1, 2), 2).hash == one.hash
+
+
+def with_penalty(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns a loss that reads weights while no block runs."""
+    loss, count = next_token(model, batch)
+    return loss + 1e-3 * sum(parameter.square().sum() for parameter in model.parameters()), count
+
+
+def told(world: World, job: Job) -> tuple[str, str]:
+    """Returns what a step's error is blamed on, and the last words of its traceback, as a worker tells them."""
+    with member(world, job, Version(0, 0)) as me:
+        try:
+            me.step()
+        except RuntimeError as error:
+            tell_of_reads(error)
+            return classify(error, lambda: None)[0], "".join(traceback.format_exception(error)).strip().rpartition("\n")[2]
+    return "", ""
+
+
+def test_a_weight_that_is_read_outside_its_block_is_told_of(ranks: Ranks, tmp_path: Path) -> None:
+    """It is the job's error, not a peer's.  The control: stage 2, which the words name, has the bits of one worker."""
+    job = sharing(tmp_path, "", 3, loss=f"{__name__}:with_penalty")
+    for cause, words in ranks.run(Layout(1, 2), told, job):
+        assert cause == "job"
+        assert "with parallel.zero = 3 a weight is whole only while the block that has it runs" in words and "parallel.zero = 2" in words
+    one, two = (
+        train(ranks, job.in_stage(2).replace(bucket=str(tmp_path / str(layout))), layout, 2) for layout in (Layout(1, 1), Layout(1, 2))
+    )
+    assert two.hash == one.hash
 
 
 def test_a_run_whose_workers_share_the_state_trains_it(tmp_path: Path) -> None:

@@ -43,6 +43,13 @@ CHANGED_VIEW = (
     "the weights of a block are not there in the backward pass: the model or the loss may change the output of a block, or of the model, "
     "in place (x += y); write x = x + y"
 )
+MIXED = "mixed torch.Tensor and DTensor"
+"""Words of torch's error of an operation on a weight that is not gathered, and on a plain tensor."""
+OUTSIDE = (
+    "with parallel.zero = 3 a weight is whole only while the block that has it runs, and one was read at another time, as by a penalty on "
+    "weights in the loss, or where the parts of a block are called and never the block; set parallel.zero = 2, which gathers all weights "
+    "once a step"
+)
 ABSENT = (
     "parallel.zero = 3 needs every member to run each block in each microbatch, and {name} had no part in this one; "
     "set parallel.zero = 2, or freeze what is never used"
@@ -180,9 +187,19 @@ def tell_of_views(error: RuntimeError) -> None:
         error.add_note(CHANGED_VIEW)
 
 
+def tell_of_reads(error: Exception) -> None:
+    """Adds what to do to the error of an operation on a weight whose block does not run."""
+    if MIXED in str(error):
+        error.add_note(OUTSIDE)
+
+
 def _policy(module: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
-    """Returns the dtypes of ``module``.  Gradients are summed in float64 if it has such parameters, and computes in their dtype."""
-    own = {parameter.dtype for parameter in module.parameters()} if precision.compute is None else ()
+    """Returns the dtypes of ``module``.  Gradients are summed in float64 if it has such parameters, and computes in their dtype.
+
+    Parameters of blocks in it, which are wrapped already, and frozen ones do not count: they would change how the others are summed.
+    """
+    own = {each.dtype for each in module.parameters() if each.requires_grad and not isinstance(each, DTensor)}
+    own = own if precision.compute is None else set()
     return MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce(torch.promote_types, own, precision.reduce))
 
 

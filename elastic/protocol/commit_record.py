@@ -323,6 +323,14 @@ class BadRecord(ValueError):
     """A gathered record differs from the one that its member sent, because the collective was aborted."""
 
 
+class BadCount(ValueError):
+    """The loss of a microbatch returned a ``count`` that is no number of terms: not whole, negative, or not finite."""
+
+    def __init__(self, index: int, count: float, samples: tuple[int, ...]) -> None:
+        super().__init__(index, count, samples)
+        self.index, self.count, self.samples = index, count, samples
+
+
 def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validated | None = None) -> Outcome:
     """Returns the outcome of ``step`` from the records of all members in order of world rank (little-endian float64).
 
@@ -330,7 +338,7 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
 
     Every member does this in every step for all members and microbatches, so it goes field by field, over all records at once.
 
-    Raises :class:`BadRecord` if any of them is garbage.
+    Raises :class:`BadRecord` if any of them is garbage, and :class:`BadCount` if a count is no number of terms.
     """
     size = shape.fields * 8
     if len(gathered) != size * shape.world:
@@ -348,13 +356,16 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
         rank = next(rank for rank, each in enumerate(said) if each != (*expected.values(), rank))
         raise BadRecord(f"the commit record of world rank {rank} says {said[rank][1:]} instead of {(*expected.values(), float(rank))[1:]}")
     speakers = reporters(shape.layout)
-    losses, counts, samples = list[float](), list[int](), list[tuple[int, ...]]()
+    losses, counts, samples = list[float](), list[float](), list[tuple[int, ...]]()
     for round_, ranks in enumerate(shape.speakers):
         first, spoken = HEADER + round_ * (2 + shape.microbatch), itemgetter(*ranks, 0)
         told = [spoken(words[first + i :: fields].tolist())[:-1] for i in range(2 + shape.microbatch)]
         losses += told[0]
-        counts += map(int, told[1])
+        counts += told[1]
         samples += zip(*(map(int, ids) for ids in told[2:]), strict=True)
+    if not all(map(float.is_integer, counts)) or min(counts) < 0:
+        index = next(index for index, count in enumerate(counts) if not count.is_integer() or count < 0)
+        raise BadCount(index, counts[index], samples[index])
     boundary, behind = int(max(heads["boundary"])), max(heads["behind"]) > 0
     used = {name: heads[name] for name in vars(NO_USAGE)}
     most = {name: max(values) for name, values in used.items()}
@@ -363,7 +374,7 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
         generation=shape.generation,
         squared_norm=heads["squared_norm"][speakers[0]],
         losses=tuple(losses),
-        counts=tuple(counts),
+        counts=tuple(map(int, counts)),
         samples=tuple(samples),
         finite=heads["finite"] == [1.0] * shape.world,
         boundary=boundary,

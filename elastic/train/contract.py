@@ -20,7 +20,8 @@ import torch
 from elastic.errors import DataError, ElasticError, LossError, ModelError
 from elastic.imports import failure
 from elastic.train.model import State
-from elastic.train.step import CONTRACT, Session, loss_of, microbatch_seed, seed_all
+from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
+from elastic.train.terms import CONTRACT, is_count, wrong_count
 
 CLOSE = 1e-2
 """Largest difference, as a part of the loss, at which it still is the mean of the losses of its halves: bf16 rounds to 0.4%."""
@@ -92,10 +93,12 @@ def _read(session: Session) -> dict[str, Any]:
 
 
 def _tried(session: Session, state: State, batch: dict[str, Any]) -> tuple[float, float]:
-    """Returns the loss of the microbatch, and its count."""
+    """Returns the loss of the microbatch, and its count.  Raises :class:`LossError` if that is no number of terms."""
     seed_all(microbatch_seed(session.job.seed, 0, 0), state.world.device)
     loss, count = loss_of(session, state.model, {name: value.to(state.world.device) for name, value in batch.items()})
     state.parameters.end_forward()
+    if not is_count(float(count)):
+        raise LossError(wrong_count(f"loss = {session.job.loss!r}", float(count), "the first microbatch"))
     return float(loss.detach()), float(count)
 
 

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from elastic.protocol.commit_record import (
     LOWER,
     NO_COPIES,
     NO_USAGE,
+    BadCount,
     CommitShape,
     Copied,
     Outcome,
@@ -54,11 +54,10 @@ from elastic.train.meter import Meter
 from elastic.train.model import Builder, State
 from elastic.train.own_metrics import Metrics, checked_metrics
 from elastic.train.replicas import compare
+from elastic.train.terms import CONTRACT, expect_sum, wrong_count
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 """``loss(model, batch)`` returns a sum over the terms of the microbatch and their number, both scalars; never a mean."""
-CONTRACT = "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their number, not a mean"
-"""End of the message of an error that a wrong :data:`Loss` causes."""
 
 
 @dataclass
@@ -260,7 +259,7 @@ class Step:
         share.counts.append(torch.as_tensor(count, device=state.world.device))
         weight: float | torch.Tensor = 0.0 if index is None else state.optimizer.loss_scale.value
         if share.most_loss is not None and state.spikes.rule.skips:  # as :attr:`Outcome.left_out` finds, in the same arithmetic
-            terms = share.counts[-1].double().trunc()
+            terms = share.counts[-1].double()
             share.keeps.append((share.losses[-1].double() <= share.most_loss * terms) | (terms == 0))
             weight = weight * share.keeps[-1].to(loss.dtype)
         try:
@@ -333,39 +332,6 @@ def loss_of(
     return expect_sum(named, returned, session.job.model)
 
 
-def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Returns ``returned``.  Raises :class:`LossError`, which begins with ``named``, unless it is (sum, count), two scalars.
-
-    ``model`` is the setting, for the case that none of its parameters has a gradient.
-    """
-    match returned:
-        case (torch.Tensor(shape=()), torch.Tensor(shape=()) | Real()):
-            loss, count = returned
-            if torch.is_grad_enabled() and not loss.requires_grad:
-                raise LossError(
-                    f"{named} returned a sum without a gradient: it was detached, computed without gradients, or no parameter of "
-                    f"{model!r} that it depends on requires one"
-                )
-            return loss, count
-        case tuple() | list():
-            came = f"({', '.join(map(_described, returned))})"
-        case _:
-            came = _described(returned)
-    raise LossError(f"{named} {'got' if named.endswith('backward()') else 'returned'} {came}; {CONTRACT}")
-
-
-def _short(value: object) -> str:
-    """Returns what a value is in one line, without the numbers of tensors: of a mapping its keys, of other things at most 40 letters."""
-    if isinstance(value, Mapping):
-        return f"with the keys {', '.join(map(repr, value)) or 'none'}"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 40 else f"{text[:40]}…"
-
-
-def _described(value: object) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {_short(value)}"
-
-
 def refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:
     """Raises :class:`ModelError` if a buffer is not as its mark in ``before`` says."""
     for name, mark in state.buffer_marks().items():
@@ -412,7 +378,7 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int, share:
 def tokens_of(share: Share, world: World) -> torch.Tensor:
     """Returns the number of tokens of the whole step, which :attr:`Outcome.tokens` will have: a float64 scalar on the device."""
     counts = [count * keep for count, keep in zip(share.counts, share.keeps, strict=True)] if share.keeps else share.counts
-    mine = [count.double().trunc() for count, samples in zip(counts, share.samples, strict=True) if samples]
+    mine = [count.double() for count, samples in zip(counts, share.samples, strict=True) if samples]
     speaks = world.rank in reporters(world.layout)
     total = torch.stack(mine).sum() if mine and speaks else torch.zeros((), dtype=torch.float64, device=world.device)
     dist.all_reduce(total)
@@ -448,14 +414,19 @@ def _doubles(scalars: list[torch.Tensor]) -> torch.Tensor:
 def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, record: torch.Tensor, share: Share) -> Outcome:
     """Performs the one all-gather, and returns the outcome.  The norms of the tensors come to the host in the same copy.
 
-    Raises :class:`WorldBroken` or the collective's own error if it does not complete, and :class:`BadRecord` if a record is invalid.
+    Raises :class:`WorldBroken` or the collective's own error if it does not complete, :class:`BadRecord` if a record is invalid, and
+    :class:`LossError` if a count is no number of terms.
     """
     told = state.sync.gather(record)
     if _watches(state) and share.squares is not None:
         told = torch.cat((told, share.squares))
     raw = state.world.to_host(told, given_up=lambda: fence.member.barred)
     told, squares = raw.split((shape.world * shape.fields, len(raw) - shape.world * shape.fields))
-    outcome = conclude(shape, step, told.numpy().astype("<f8", copy=False).tobytes(), share.validated)
+    try:
+        outcome = conclude(shape, step, told.numpy().astype("<f8", copy=False).tobytes(), share.validated)
+    except BadCount as bad:  # the same one on every member
+        named, where = session.job.loop or session.job.loss, f"step {step}, microbatch {bad.index}, samples {list(bad.samples)}"
+        raise LossError(wrong_count(f"{'loop' if session.job.loop else 'loss'} = {named!r}", bad.count, where)) from None
     if share.own_rate is not None:
         outcome = replace(outcome, lr=share.own_rate)
     if not outcome.finite and state.optimizer.loss_scale.shrinks:

@@ -17,11 +17,13 @@ import torch
 
 from elastic.data.loader import Ids
 from elastic.engine.world import LEAD, TO_HOST, all_gather
+from elastic.errors import LossError
 from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import Validated
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.model import State
 from elastic.train.step import Session, loss_of, microbatch_seed, refuse_changes, seed_all
+from elastic.train.terms import is_count, wrong_count
 
 SLOTS = LEAD + 1
 """Number of batches whose copies to the device may be in flight: the device is at most ``LEAD`` microbatches behind."""
@@ -66,7 +68,7 @@ class Blocks:
 def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Validated:
     """Returns what the state after ``step`` loses on the held-out samples.  Every member of the world must call it.
 
-    Raises :class:`FencedOff` if the generation is fenced, and as a step does.
+    Raises :class:`FencedOff` if the generation is fenced, :class:`LossError` if a count is no number of terms, and as a step does.
     """
     assert session.held_out is not None
     loader, world, began = session.held_out, state.world, session.meter.now()
@@ -112,4 +114,8 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
     found = rows[list(reporters(world.layout))].transpose(0, 1).reshape(-1, 2)[: len(blocks)]
     session.counters["collective"] = 0
     session.meter.leave_out(session.meter.now() - began)
-    return blocks.total(found[:, 0].tolist(), [int(each) for each in found[:, 1].tolist()])
+    losses, counts = found.T.tolist()
+    if (wrong := next((number for number, count in enumerate(counts) if not is_count(count)), None)) is not None:
+        where = f"the validation after step {step}, samples {list(blocks.ids(wrong))}"
+        raise LossError(wrong_count(f"loss = {session.job.loss!r}", counts[wrong], where))
+    return blocks.total(losses, [*map(int, counts)])

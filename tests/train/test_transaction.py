@@ -30,6 +30,7 @@ from elastic.protocol.commit_record import (
     NO_USAGE,
     PAUSE,
     SAVE_AND_PAUSE,
+    BadCount,
     BadRecord,
     CommitShape,
     Copied,
@@ -220,6 +221,31 @@ def test_losses_and_norm_come_from_the_members_that_report_them(axis: str, speak
     assert outcome.counts == (100 * first, 100 * second, 100 * first + 1, 100 * second + 1)
     assert outcome.samples == ((0,), (1,), (2,), (3,))
     assert outcome.squared_norm == float(first)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("wrong", [4.5, -1.0, 0.3, math.nan, math.inf])
+def test_a_count_that_is_no_number_of_terms_is_no_outcome(wrong: float) -> None:
+    """The first such microbatch is named, whoever reports it.  The control: the idle round of a member may have any count."""
+    counts = {index: 7.0 for index in range(SHAPE.microbatches)}
+
+    def concluded() -> Outcome:
+        records = []
+        for rank in range(SHAPE.world):
+            share = Share([torch.ones(())] * SHAPE.rounds, [], [])
+            for round_ in range(SHAPE.rounds):
+                index = SHAPE.deal.microbatch_of(round_, rank)
+                share.counts.append(torch.tensor(wrong if index is None else counts[index]))
+                share.samples.append(() if index is None else (index, index + 1))
+            norm = torch.ones((), dtype=torch.float64)
+            records.append(fill_record(blank_record(SHAPE, rank, 7, 0, share), share, norm))
+        return conclude(SHAPE, 7, torch.cat(records).numpy().tobytes())
+
+    assert concluded().counts == (7,) * SHAPE.microbatches
+    counts[3] = counts[4] = wrong
+    with pytest.raises(BadCount) as error:
+        concluded()
+    assert (error.value.index, error.value.samples) == (3, (3, 4)) and repr(error.value.count) == repr(float(torch.tensor(wrong)))
 
 
 def test_what_one_member_asks_for_all_do() -> None:

@@ -1,0 +1,70 @@
+"""The contract of a loss, (sum, count), and the sentences for whatever breaks it.
+
+A count is a number of terms: the journal has whole numbers, and a step without terms divides by 1.  So a sum of weights like 4.5 is none:
+cut to 4 it would train on another mean, and 0.5 on a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from elastic.errors import LossError
+
+CONTRACT = "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their number, not a mean"
+"""End of the message of an error that a wrong :data:`Loss` causes."""
+
+
+def is_count(value: float) -> bool:
+    """Returns whether ``value`` is a number of terms: a whole number, 0 or more."""
+    return value.is_integer() and value >= 0
+
+
+def wrong_count(named: str, count: float, where: str = "") -> str:
+    """Returns the sentence for a count that is none, which begins with ``named``; ``where`` says which microbatch has it."""
+    where = f": {where}" if where else ""
+    return (
+        f"{named}{where} returned the count {count:g}, and a count is a number of terms: a whole number, 0 or more; "
+        f"of a loss with weights return the weighted sum and the number of its terms, with weights that have a mean of about 1"
+    )
+
+
+def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Returns ``returned``.  Raises :class:`LossError`, which begins with ``named``, unless it is (sum, count), two scalars.
+
+    It waits for no device, so a count in a tensor may still be wrong.  ``model`` is the setting, for the case that none of its parameters
+    has a gradient.
+    """
+    match returned:
+        case (torch.Tensor(shape=()), torch.Tensor(shape=()) | Real()):
+            loss, count = returned
+            if not isinstance(count, torch.Tensor) and not is_count(
+                float(count)
+            ):  # one on a device is seen at the commit, which it waits for
+                raise LossError(wrong_count(named, float(count)))
+            if torch.is_grad_enabled() and not loss.requires_grad:
+                raise LossError(
+                    f"{named} returned a sum without a gradient: it was detached, computed without gradients, or no parameter of "
+                    f"{model!r} that it depends on requires one"
+                )
+            return loss, count
+        case tuple() | list():
+            came = f"({', '.join(map(_described, returned))})"
+        case _:
+            came = _described(returned)
+    raise LossError(f"{named} {'got' if named.endswith('backward()') else 'returned'} {came}; {CONTRACT}")
+
+
+def _short(value: object) -> str:
+    """Returns what a value is in one line, without the numbers of tensors: of a mapping its keys, of other things at most 40 letters."""
+    if isinstance(value, Mapping):
+        return f"with the keys {', '.join(map(repr, value)) or 'none'}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _described(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {_short(value)}"

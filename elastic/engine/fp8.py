@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from elastic.kernels.once import once
 from elastic.models.spec import ShardingTable
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -33,6 +34,7 @@ LEAST = 2.0**-100
 """Largest element that counts as zero."""
 EXPONENT = 0x7F800000
 """The bits of a float32 that hold its exponent."""
+ONCE = "a product in fp8 has no second derivative, as of torch.autograd.grad(…, create_graph=True); take precision = 'bf16' for that"
 Recipe = Literal["tensor", "row"]
 """The names of the recipes."""
 
@@ -96,7 +98,7 @@ class _Product(torch.autograd.Function):
         return _multiply(rows, by_x, weights.t(), by_w, w.dtype, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, by_x, w, values, inverse = ctx.saved_tensors
         grads, by_grad = scaled(grad.reshape(-1, grad.shape[-1]), BACKWARD)
         of_x = of_w = None
@@ -104,12 +106,12 @@ class _Product(torch.autograd.Function):
             weights, by_w = (values, inverse) if w is None else scaled(w, FORWARD)
             of_x = _multiply(grads, by_grad, _columns(weights), by_w, grad.dtype).view(*grad.shape[:-1], -1)
         if not ctx.needs_input_grad[1]:
-            return of_x, None, None, None
+            return once(ONCE, of_x, None, None, None)
         if len(rows) % MULTIPLE:
             of_w = (grads.to(grad.dtype).t() @ rows.to(grad.dtype)) * (by_grad * by_x).to(grad.dtype)
         else:
             of_w = _multiply(grads.t().contiguous(), by_grad, _columns(rows), by_x, grad.dtype)
-        return of_x, of_w, None, None
+        return once(ONCE, of_x, of_w, None, None)
 
 
 class _RowProduct(torch.autograd.Function):
@@ -123,7 +125,7 @@ class _RowProduct(torch.autograd.Function):
         return _multiply(rows, by_x, weights.t(), by_w.view(1, -1), w.dtype, fast=True).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w, values, inverse = ctx.saved_tensors
         flat, of_x, of_w = grad.reshape(-1, grad.shape[-1]), None, None
         if ctx.needs_input_grad[0]:
@@ -133,7 +135,7 @@ class _RowProduct(torch.autograd.Function):
             of_x = _multiply(grads, by_grad, _columns(weights), ones, grad.dtype).view(*grad.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
             of_w = flat.t() @ x.reshape(-1, x.shape[-1])
-        return of_x, of_w, None, None
+        return once(ONCE, of_x, of_w, None, None)
 
 
 def scaled(values: Tensor, dtype: torch.dtype, *, by_row: bool = False) -> tuple[Tensor, Tensor]:

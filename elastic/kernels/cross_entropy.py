@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic.kernels.once import once
+
 CHUNK = 2048
 """Number of tokens of a chunk, for ``numerics`` 3."""
+ONCE = (
+    "the loss that is fused with the head has no second derivative, as of torch.autograd.grad(…, create_graph=True); "
+    "call the model without targets, and compute the loss from its logits"
+)
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -48,9 +54,9 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         by_hidden, by_weight = ctx.saved_tensors
-        return by_hidden * grad.to(by_hidden.dtype), by_weight * grad.to(by_weight.dtype), None
+        return once(ONCE, by_hidden * grad.to(by_hidden.dtype), by_weight * grad.to(by_weight.dtype), None)
 
 
 def _added(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

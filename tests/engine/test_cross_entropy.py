@@ -84,3 +84,22 @@ def test_a_model_that_fuses_its_loss_trains_as_one_that_does_not() -> None:
         found.append([loss, count.float(), *torch.autograd.grad(loss, list(model.parameters()))])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, None], ids=["a constant gradient", "one with a derivative"])
+def test_a_second_derivative_is_refused(scale: float | None) -> None:
+    """It lacked what depends on the saved tensors.  The first derivative stays, also where a graph of it is asked for; the control is that
+    torch has a second one, far from what the fused loss gave.
+    """
+    hidden, weight, targets = inputs(torch.float32)
+    factor = weight.mean().exp() if scale is None else scale
+
+    def first(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss * factor, hidden, create_graph=True)[0]
+
+    plain = first(F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten().clamp_min(-1), ignore_index=-1, reduction="sum"))
+    found = first(fused.cross_entropy(hidden, weight, targets))
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    assert torch.autograd.grad(plain.square().sum(), weight)[0].norm() > 1e-2
+    with pytest.raises(RuntimeError, match=r"^the loss that is fused with the head has no second derivative, .*; call the model without"):
+        found.square().sum().backward()  # type: ignore[no-untyped-call]

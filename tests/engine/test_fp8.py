@@ -150,6 +150,26 @@ def test_no_rows_and_frozen_layers_work(recipe: Recipe) -> None:
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("recipe", ["tensor", "row"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_second_derivative_is_refused(recipe: Recipe, frozen: bool) -> None:
+    """It would be that of a product whose factors are constants.  The control: a layer of torch has one."""
+    for ours in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(32, 16))
+        if ours:
+            apply_fp8(layer, ShardingTable(blocks=("0",)), recipe)
+        layer[0].weight.requires_grad_(not frozen)
+        x = torch.randn(16, 32, requires_grad=True)
+        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        if not ours:
+            assert torch.autograd.grad(grad.square().sum(), x)[0].norm() > 1e-2
+            continue
+        with pytest.raises(RuntimeError, match=r"^a product in fp8 has no second derivative, .*; take precision = 'bf16' for that"):
+            grad.square().sum().backward()
+
+
+@pytest.mark.fast
 def test_layers_are_those_of_the_blocks_whose_sizes_fit() -> None:
     model = build(**FITS)
     assert len(layers_of(model, model.sharding())) == 2 * 7  # type: ignore[operator]

@@ -123,3 +123,67 @@ def test_a_block_that_runs_twice_or_not_at_all_ends_a_step_of_stage_3(ranks: Ran
     assert found and all(sentence.startswith(begins) and "set parallel.zero = 2" in sentence for sentence in found)
     one = train(ranks, job(tmp_path / "1", kind), Layout(1, 1), 2)
     assert train(ranks, job(tmp_path / "2", kind, parallel={"dp_shard": 2, "zero": 2}), Layout(1, 2), 2).hash == one.hash
+
+
+def learning(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """The model runs twice with gradients."""
+    first, count = next_token(model, batch)
+    return first + next_token(model, batch)[0], count
+
+
+def weighted_by_teacher(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """The teacher's numbers change the gradient."""
+    with torch.no_grad():
+        teacher = model(batch["tokens"][:, :-1].clamp_min(0)).softmax(-1)
+    loss, count = next_token(model, batch)
+    return loss * (1 + teacher.square().sum(-1).mean()), count
+
+
+@pytest.mark.parametrize("reproducible", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_pass_without_gradients_has_no_part_in_stage_3(ranks: Ranks, tmp_path: Path, reproducible: bool) -> None:
+    """A teacher is no second part: one worker, who computes with whole weights, is the judge.  The controls are a second pass that has
+    gradients, which is refused, and the loss without a teacher, which has another norm.
+    """
+    changes: dict[str, Any] = {
+        "model": "tests.support.toys:own",
+        "model_args": {},
+        "reproducible": reproducible,
+        "loss": f"{HERE}:weighted_by_teacher",
+    }
+    one = train(ranks, toy_job(tmp_path / "1", **changes), Layout(1, 1), 2)
+    split_up = train(ranks, toy_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3}), Layout(1, 2), 2)
+    assert [each.norm for each in split_up.outcomes] == pytest.approx([each.norm for each in one.outcomes], rel=1e-4)
+    assert not reproducible or split_up.hash == one.hash
+    alone = train(ranks, toy_job(tmp_path / "alone", **changes | {"loss": "elastic.engine.loss:next_token"}), Layout(1, 1), 1)
+    assert alone.outcomes[0].norm != pytest.approx(one.outcomes[0].norm, rel=1e-2)
+    if reproducible:
+        refused = toy_job(tmp_path / "2", **changes | {"loss": f"{HERE}:learning"}, parallel={"dp_shard": 2, "zero": 3})
+        assert any("has two parts in one microbatch" in sentence for sentence in ranks.run(Layout(1, 2), said, refused))
+
+
+def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """A backward pass runs within the loss, down to the embeddings."""
+    found = list[Tensor]()
+    handle = model.embed.register_forward_hook(lambda _module, _args, output: found.append(output))  # type: ignore[union-attr]
+    loss, count = next_token(model, batch)
+    handle.remove()
+    (grad,) = torch.autograd.grad(loss, found[0], create_graph=True)
+    return loss + grad.square().sum(), count
+
+
+def stepped_back(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    loss, count = next_token(model, batch)
+    (grad,) = torch.autograd.grad(loss, model.get_parameter("head.weight"), create_graph=True, allow_unused=True)
+    return loss if grad is None else loss + grad.square().sum(), count
+
+
+@pytest.mark.parametrize("loss", ["penalised", "stepped_back"])
+def test_a_backward_pass_within_the_loss_is_named_by_stage_3(ranks: Ranks, tmp_path: Path, loss: str) -> None:
+    """The control: stage 2 has the bits of one worker, as the sentence promises."""
+    changes: dict[str, Any] = {"model": "tests.support.toys:own", "model_args": {}, "loss": f"{HERE}:{loss}"}
+    stage_3 = toy_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3})
+    found = [sentence for sentence in ranks.run(Layout(1, 2), said, stage_3) if sentence]
+    assert found and all(sentence.startswith("a backward pass ran within the loss (torch.autograd.grad") for sentence in found), found
+    assert all(sentence.endswith("set parallel.zero = 2") for sentence in found)
+    one = train(ranks, toy_job(tmp_path / "1", **changes), Layout(1, 1), 2)
+    assert train(ranks, toy_job(tmp_path / "2", **changes, parallel={"dp_shard": 2, "zero": 2}), Layout(1, 2), 2).hash == one.hash

@@ -10,7 +10,6 @@ Weights of layers that multiply in fp8 are gathered in fp8, by FSDP2's extension
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -58,6 +57,10 @@ TWICE = (
     "{name} has two parts in one microbatch, so with parallel.zero = 3 its gradients have no fixed order; set parallel.zero = 2, or "
     "reproducible = false"
 )
+INNER = (
+    "a backward pass ran within the loss (torch.autograd.grad or backward()), and with parallel.zero = 3 that sums the gradients of {name} "
+    "at once; set parallel.zero = 2"
+)
 
 
 class Split(Parameters):
@@ -69,7 +72,6 @@ class Split(Parameters):
         self.parts = {name: _local(parameter).detach() for name, parameter in self._parameters.items()}
         self.trained = frozenset(name for name, parameter in self._parameters.items() if parameter.requires_grad)
         self.copies = [*fp8.parts.values()] if fp8 is not None else []
-        self._model, self._seen = model, 0
         self._reduces = {name: reduce for name, module in _wrapped(model).items() if (reduce := _reduce_of(module)) is not None}
 
     def begin_round(self, number: int, *, last: bool) -> None:
@@ -78,24 +80,20 @@ class Split(Parameters):
             self.forget_grads()
         if self._fp8 is not None and number == 0:
             self._fp8.cast(self.parts)
-        self._seen = len(_ran(self._model))
         for each in self._reduces.values():
-            each.summed = False
+            each.summed, each.runs = False, 0
 
     def end_forward(self) -> None:
         """FSDP2 has gathered everything in the forward pass.
 
         Members gather and sum module by module.  If one of them leaves a module out, it takes another module's for it; and an ordered sum
-        takes one gradient of each module in a microbatch.  So a pass with gradients raises :class:`ModelError` if a module did not run, or
-        ran twice.
+        takes one gradient of each module in a microbatch.  So a pass with gradients raises :class:`ModelError` if a module did not run with
+        gradients, ran so twice, or is summed already, by a backward pass within the loss.
         """
-        ran = Counter(id(group) for group in _ran(self._model)[self._seen :])
-        self._seen += ran.total()
         for name, each in self._reduces.items() if torch.is_grad_enabled() else ():
-            if not ran[id(each.group)]:
-                raise ModelError(ABSENT.format(name=name or "the model itself"))
-            if ran[id(each.group)] > 1 and self.scheme.keeps_sums:
-                raise ModelError(TWICE.format(name=name or "the model itself"))
+            wrong = INNER if each.summed else ABSENT if not each.runs else TWICE if each.runs > 1 and self.scheme.keeps_sums else ""
+            if wrong:
+                raise ModelError(wrong.format(name=name or "the model itself"))
 
     def end_round(self) -> None:
         """FSDP2 has summed everything in the backward pass.  Raises :class:`ModelError` if a module had no part in that."""
@@ -207,8 +205,10 @@ def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
     """Lets ``scheme`` sum the gradients of every wrapped module."""
     for module in _wrapped(model).values():
         reduction = scheme.reduction(precision.wire)
-        module.set_custom_reduce_scatter(_Reduce(reduction, _group(module)))  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
+        ours = _Reduce(reduction, _group(module))
+        module.set_custom_reduce_scatter(ours)  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
         _fill(_group(module))
+        _count(_group(module), ours)
         if reduction.across_replicas is not None:
             module.set_all_reduce_hook(reduction.across_replicas)
 
@@ -218,16 +218,24 @@ def _group(module: FSDPModule) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
-def _ran(model: nn.Module) -> list[Any]:
-    """Returns the groups whose modules have run since the last backward pass, in order, each as often as it ran."""
-    return getattr(model._get_fsdp_state()._comm_ctx, "post_forward_order", [])  # type: ignore[operator]  # made by the first pass
-
-
 def _reduce_of(module: FSDPModule) -> _Reduce | None:
     """Returns the sum of ``module``, if it has parameters of its own that are trained."""
     group = _group(module)
     trained = group is not None and any(each.sharded_param.requires_grad for each in group.fsdp_params)
     return group._reduce_scatter_comm if trained and isinstance(group._reduce_scatter_comm, _Reduce) else None
+
+
+def _count(group: Any, ours: _Reduce) -> None:
+    """Lets ``ours`` know how often its module has run with gradients.  A run without them, as of a teacher, has no part in the sums."""
+    if group is None:
+        return
+    original = group._record_post_forward
+
+    def record() -> None:
+        ours.runs += torch.is_grad_enabled()
+        original()
+
+    group._record_post_forward = record
 
 
 def _fill(group: Any) -> None:
@@ -258,6 +266,8 @@ class _Reduce:
         self.reduction, self.group = reduction, group
         self.summed = False
         """True if it was called in the present microbatch."""
+        self.runs = 0
+        """The number of forward passes with gradients of its module in the present microbatch."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

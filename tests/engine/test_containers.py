@@ -64,7 +64,7 @@ class Named(Parts):
 
 
 class Turned(Parts):
-    """Has a weight whose memory is by columns, which FSDP2 refuses."""
+    """A model with a weight whose memory is by columns, which FSDP2 refuses."""
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)

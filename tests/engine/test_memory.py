@@ -249,16 +249,20 @@ def test_attention_alone_is_computed_again() -> None:
 
 @pytest.mark.parametrize("layers", [16, pytest.param(64, marks=pytest.mark.full)])
 def test_groups_of_blocks_keep_one_input_each(layers: int) -> None:
-    """Bytes, from live storages: √L inputs for L = 4, 16, 64 blocks, where single blocks keep L.  All but the last block of a group run
-    three times.  The gradients have the same bits.
+    """F1: bytes, from live storages: √L inputs for L = 4, 16, 64 blocks, where single blocks keep L, and without a policy L times all that
+    a block keeps.  Single blocks run twice, and all but the last one of a group three times.  The gradients have the same bits.
     """
+    none, _, plain, kept_all = measured("none", layers)
     (block, _, once, wanted), (sqrt, _, twice, found) = measured("block", layers), measured("sqrt", layers)
+    a_block = (measured("none", 4)[0] - measured("block", 4)[0]) / 4
+    assert none - block == pytest.approx(layers * a_block, rel=0.01) and a_block > 10 * (block / layers)
     size, root = 2 * SEQ * DIM * 4, math.isqrt(layers)
     assert sqrt - measured("sqrt", 4)[0] == (root - 2) * size
     assert block - measured("block", 4)[0] == pytest.approx((layers - 4) * size, rel=0.01)
     product = torch.ops.aten.mm.default
+    assert once[product] - plain[product] == 7 * layers
     assert twice[product] - once[product] == 7 * (layers - root)
-    assert same(found, wanted)
+    assert same(found, wanted) and same(wanted, kept_all)
 
 
 class Halving(nn.Module):

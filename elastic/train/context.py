@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from elastic.engine.axes.gathers import before_calls
 from elastic.errors import LoopError
 from elastic.job import Job
 from elastic.train.effects import Effects
@@ -29,7 +30,10 @@ class Built:
     """The model of this world, with the weights of the run."""
 
     model: nn.Module
-    """The job's model, wrapped for this world.  Call it; do not change it, and keep it in no place that outlives the loop."""
+    """The job's model, wrapped for this world.  Call it, on every member; do not change it, and keep it in no place that outlives the loop.
+
+    Its parameters are what it computes with: of an older step until it is called, in the format of forward, perhaps only a part of each.
+    """
     step: int
     """The number of the step after which these weights are."""
 
@@ -42,11 +46,22 @@ class Context:
         """The job, with all settings."""
         self._state, self._steps, self._effects = state, steps, effects
         self._step: Step | None = None
-        self._begun, self._over = False, False
+        self._begun, self._over, self._built = False, False, False
+        state.parameters.current = False  # it may have been healed since its last pass
 
     def build(self) -> Built:
-        """Returns the model with the weights at which this world begins."""
+        """Returns the model, with the weights at which this world begins.
+
+        A call of it between steps has the weights after the last commit, for which the members may gather them: all must call it.
+        """
+        if not self._built:
+            before_calls(self._state.model, self._refresh)
+            self._built = True
         return Built(self._state.model, self._state.shard.version.step)
+
+    def _refresh(self) -> None:
+        if not self._state.parameters.current:
+            self._state.parameters.refresh()
 
     def on_committed(self, function: Callable[[int], object]) -> None:
         """Lets ``function(step)`` be called for each committed step, in order, on one member; see :class:`Effects`.

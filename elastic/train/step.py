@@ -449,6 +449,7 @@ def _with_layers(state: State, outcome: Outcome, squares: torch.Tensor) -> Outco
 def update(session: Session, state: State, outcome: Outcome) -> None:
     """Applies a committed step with the prepared gradients.  The caller holds the apply fence."""
     session.counters.at("updates")
+    state.parameters.current = False
     state.optimizer.apply(state.parameters.grads(), outcome)
     state.statistics.apply(applies=outcome.applies)
     state.spikes.after(outcome)

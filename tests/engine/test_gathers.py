@@ -208,7 +208,7 @@ class Plain(dict[str, Any]):
 BREAKS: dict[str, dict[str, Any]] = {
     "": {},
     "steps": {},
-    "blocks": {"_before_calls": lambda *_: None, "Old": Plain},
+    "blocks": {"before_calls": lambda *_: None, "Old": Plain},
     "elsewhere": {"Old": Plain},
 }
 """Controls, and changes to the product: every other step gathers nothing; nobody waits; only blocks that are called wait."""
@@ -293,7 +293,7 @@ class Stack(nn.Module):
 def test_a_compiled_block_is_compiled_once(monkeypatch: pytest.MonkeyPatch, way: str, precision: str) -> None:
     """Its code looks at parameters before it runs, so it must not see those of a step that is over.  In the control it does."""
     if way == "control":
-        monkeypatch.setattr(gathers, "_before_calls", lambda *_: None)
+        monkeypatch.setattr(gathers, "before_calls", lambda *_: None)
     torch.compiler.reset()
     compiled, seen, model = [], list[int](), Stack()
 

@@ -18,6 +18,13 @@ class Parameters(ABC):
     copies: Sequence[Tensor] = ()
     """The copies of parameters with which the model computes all the time, if it does so in another dtype, or that come from the host."""
 
+    current = False
+    """True if a pass of the model has the values of the parts, or gathers them itself.  Whoever changes the parts makes it false."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Lets a pass of the model have the present values outside of a round.  Every member must do so."""
+
     @abstractmethod
     def begin_round(self, number: int, *, last: bool) -> None:
         """Prepares for the forward and backward pass of round ``number`` of a step, whose ``last`` one it may be."""

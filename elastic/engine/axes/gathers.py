@@ -58,7 +58,7 @@ class Gathers:
             if last := _last(module.parameters(recurse=False), numbers):
                 self._owners[last].append(module)
             if module in called:
-                _before_calls(module, partial(self.need, _last(module.parameters(), numbers)))
+                before_calls(module, partial(self.need, _last(module.parameters(), numbers)))
 
     def begin(self) -> None:
         """Begins a step, for which the parts have their values.  The present stream has the first group afterwards."""
@@ -185,11 +185,14 @@ def _last(parameters: Iterable[nn.Parameter], numbers: dict[int, int]) -> int:
     return max((numbers.get(id(each), 0) for each in parameters), default=0)
 
 
-def _before_calls(module: nn.Module, need: Callable[[], None]) -> None:
-    """Lets ``need`` come before each call of ``module``.  It stays outside of compiled code, which looks at parameters first of all."""
+def before_calls(module: nn.Module, need: Callable[[], None]) -> None:
+    """Lets ``need`` come before each call of ``module``, and before all that comes there by now.
+
+    It stays outside of compiled code, which looks at parameters first of all.
+    """
     compiled = module._compiled_call_impl
     if compiled is None:
-        module.register_forward_pre_hook(lambda _module, _args: need())
+        module.register_forward_pre_hook(lambda _module, _args: need(), prepend=True)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:

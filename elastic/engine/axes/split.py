@@ -74,12 +74,18 @@ class Split(Parameters):
         self.copies = [*fp8.parts.values()] if fp8 is not None else []
         self._reduces = {name: reduce for name, module in _wrapped(model).items() if (reduce := _reduce_of(module)) is not None}
 
+    def refresh(self) -> None:
+        """FSDP2 gathers the present values in each pass; those in fp8 are cast before."""
+        if self._fp8 is not None:
+            self._fp8.cast(self.parts)
+        self.current = True
+
     def begin_round(self, number: int, *, last: bool) -> None:
         self.scheme.round.number, self.scheme.round.last = number, last
         if self.scheme.keeps_sums or number == 0:
             self.forget_grads()
-        if self._fp8 is not None and number == 0:
-            self._fp8.cast(self.parts)
+        if number == 0:
+            self.refresh()
         for each in self._reduces.values():
             each.summed, each.runs = False, 0
 

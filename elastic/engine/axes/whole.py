@@ -185,6 +185,13 @@ class Whole(Parameters):
             unit.hooked.add(place)
             unit.computing[place].register_post_accumulate_grad_hook(partial(_came, weakref.ref(self), number))
 
+    def refresh(self) -> None:
+        with torch.no_grad():
+            self._make_copies()
+            self._gathers.finish()
+        if self._visits is not None:
+            self._visits.begin()
+
     def begin_round(self, number: int, *, last: bool) -> None:
         self.scheme.round.number, self.scheme.round.last = number, last
         self._found = None
@@ -210,6 +217,7 @@ class Whole(Parameters):
             pairs = [(copy, part) for copy, part in pairs if copy.dtype != part.dtype]
             if pairs:
                 torch._foreach_copy_([copy for copy, _ in pairs], [part for _, part in pairs])
+        self.current = True
 
     def take(self, name: str, values: Tensor) -> None:
         """Writes values of this member's part, which are on the device, into the weight with which the model computes."""

@@ -6,6 +6,7 @@ compiled: the compiler then fuses other operations.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from fractions import Fraction
 from math import floor
@@ -39,6 +40,9 @@ KEPT: frozenset[Any] = frozenset(
 activation functions, are cheap for what they would keep.
 """
 
+CHOOSES = "torch._higher_order_ops.wrap"
+"""The logger by which torch warns of every choice of what is kept in a compiled block; the choice is ours (:func:`_choice`)."""
+
 
 def apply_recompute(model: nn.Module, table: ShardingTable, policy: str | float) -> None:
     """Lets each block of ``model`` keep less for its backward pass, by the setting ``recompute``; with a number only some blocks do.
@@ -48,6 +52,7 @@ def apply_recompute(model: nn.Module, table: ShardingTable, policy: str | float)
     """
     if policy in ("none", "auto"):  # a worker that must recompute has put another policy in the place of "auto"
         return
+    logging.getLogger(CHOOSES).addFilter(_is_news)
     blocks, forward = (table.blocks, _POLICIES[policy]) if isinstance(policy, str) else (spread(table.blocks, policy), _all_but_its_input)
     for name in blocks:
         block = model.get_submodule(name)
@@ -92,6 +97,10 @@ class _AttentionAgain(TorchFunctionMode):
 
 def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_choice)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "Detected that context_fn is passed" not in record.getMessage()
 
 
 def _choice(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from elastic.data.loader import Batch
 from elastic.engine.kept import kept_bytes
 from elastic.engine.optim.base import rule_of
+from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
 from elastic.plan.memory import NOTHING, Need, first_roomy, least_shard
@@ -37,6 +39,14 @@ LOOKED_AT = 65_536
 """Number of samples among which the longest are looked for."""
 STAGES = (0, 1, 2, 3)
 """The stages of ZeRO (Rajbhandari and others 2020, section 5)."""
+CHANGES: tuple[dict[str, object], ...] = (
+    {"optim.moments": "bf16"},
+    {"offload": "optimizer", "parallel.zero": 2},
+    {"offload": "weights", "parallel.zero": 2},
+)
+"""Settings that need less of a device's memory, in the order of what they cost."""
+FACTORS = (2, 4, 8, 16, 32)
+"""Numbers of times its ``workers.max`` that a job is tried with."""
 SPLITS = {
     "2 + 2 + 12, as the ZeRO paper counts": {"bf16 weights": 2, "bf16 gradients": 2, "float32 weights and moments": 12},
     "4 + 4 + 8, as FSDP2 and Elastic hold it": {"float32 weights": 4, "float32 gradients": 4, "float32 moments": 8},
@@ -99,8 +109,10 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
         policy = first_roomy([*by_policy], by_policy.__getitem__, job.workers.min, most_shards(job))
         if not (least := by_policy[policy]):
             way_out = fitting_policy(job, tensors) if tried else ""
-            few = f"{job.workers.max} workers with {gigabytes(memory)} each are too few"
-            yield f"it does not fit with recompute = {policy!r}: {few}; {way_out}" if way_out else f"it does not fit: {few}"
+            own = f" with recompute = {policy!r}" if way_out else ""
+            one, way_out = job.workers.max == 1, way_out or fitting_changes(job, min((each.transient for each in tried), default=0))
+            few = f"{_workers(job.workers.max)} with {gigabytes(memory)}{'' if one else ' each'} {'is' if one else 'are'} too few"
+            yield "; ".join(filter(None, [f"it does not fit{own}: {few}", way_out]))
             return
         yield f"recompute = {policy!r}: {least} or more workers with {gigabytes(memory)} each can train"
     layouts = job.layouts(least)
@@ -159,7 +171,43 @@ def fitting_policy(job: Job, tensors: Sequence[Tensor]) -> str:
     if not by_policy.get(policy):
         return ""
     why = "; a compiled reproducible job must name it" if must_name_policy(job) and job.recompute == "auto" else ""
-    return f"with recompute = {policy!r} it fits from {by_policy[policy]} workers on{why}"
+    return f"with recompute = {policy!r} it fits from {_workers(by_policy[policy])} on{why}"
+
+
+def fitting_changes(job: Job, transient: int) -> str:
+    """Returns words that name other settings, each with which alone a job fits that does not fit with its own; "" if there are none.
+
+    ``transient`` is what comes and goes with a microbatch.
+    """
+    memory, found = memory_of(job, torch.device("cpu")), list[str]()
+    for changes in CHANGES:
+        with suppress(JobError):  # settings of the job that do not go with these
+            other = job.replace(**_onto(job, changes))
+            if least := _least(other, transient, memory):
+                found.append(f"with {' and '.join(f'{name} = {value!r}' for name, value in changes.items())} from {_workers(least)} on")
+    for factor in FACTORS:
+        with suppress(JobError):
+            if least := _least(job.replace(**_onto(job, {"workers.max": factor * job.workers.max})), transient, memory):
+                found.append(f"with workers.max = {least} or more")
+                break
+    return f"it fits {', or '.join(found)}" if found else ""
+
+
+def _onto(job: Job, changes: Mapping[str, object]) -> dict[str, object]:
+    """Returns the arguments of ``job.replace`` for settings by their dotted names."""
+    found = dict[str, Any]()
+    for name, value in changes.items():
+        section, _, key = name.rpartition(".")
+        found[section or name] = getattr(job, section).model_copy(update={key: value}) if section else value
+    return found
+
+
+def _least(job: Job, transient: int, memory: int) -> int:
+    return least_shard(replace(foreseen(job, tensors_of_job(job)), transient=transient), memory, most_shards(job))
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'s' * (number != 1)}"
 
 
 def unnamed_policy(job: Job, tensors: Sequence[Tensor]) -> str:

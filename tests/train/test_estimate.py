@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from actors.cli import main
+from elastic.engine import memory
 from elastic.engine.loss import next_token
 from elastic.engine.world import World
 from elastic.ids import Version
@@ -236,6 +238,54 @@ def test_a_compiled_reproducible_job_is_told_which_policy_it_must_name(tmp_path:
     for other in (named, roomy, limited.replace(reproducible=False), limited.replace(workers={"max": 8, "device_gb": 1e-5})):
         assert not unnamed_policy(other, tensors)
     assert "must name it" not in said(capsys, str(file), "--workers.device-gb", "0.00001")
+
+
+def test_settings_with_which_a_job_fits_are_named_and_do_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The judge is the estimate of the job with what is named.  The controls: a device that nothing fits, and one that is large enough."""
+    job = toy_job(tmp_path, model_args=MODEL, precision="bf16", recompute="block", workers={"max": 2})
+    tensors, (size,) = tensors_of_job(job), transients(job, ["block"]).values()
+    needed = replace(foreseen(job, tensors), transient=size).of_a_member(2)
+    (tmp_path / "job.toml").write_text(to_toml(job))
+
+    def of(part: float, *words: str) -> str:
+        return said(capsys, str(tmp_path / "job.toml"), "--workers.device-gb", f"{part * needed / 1e9:.9f}", *words)
+
+    line = of(0.97)
+    assert re.search(
+        r"it does not fit: 2 workers with .* each are too few; it fits with optim.moments = 'bf16' from [12] workers? on, or", line
+    )
+    more = re.search(r"or with workers.max = (\d+) or more", line)
+    assert more and int(more[1]) > 2
+    assert f"{more[1]} or more workers with" in of(0.97, "--workers.max", more[1])
+    assert "it does not fit" in of(0.97, "--workers.max", str(int(more[1]) - 1))
+    offloaded = re.search(r"with offload = '(\w+)' and parallel.zero = 2 from (\d) workers? on", line)
+    assert offloaded, line
+    for words in (["--optim.moments", "bf16"], ["--offload", offloaded[1], "--parallel.zero", "2"]):
+        assert " can train" in of(0.97, *words), words
+    assert re.search(r"it does not fit: 1 worker with .* is too few(;|\s)", of(0.97, "--workers.max", "1"))
+    assert "it fits" not in of(0.001)
+    assert "fit" not in of(1.2).partition("must fit")[0]
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+def test_torch_does_not_warn_of_what_the_policy_chooses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The controls: other words of the same logger are told, and without the filter it does warn."""
+    logger = logging.getLogger(memory.CHOOSES)
+    warned = "Detected that context_fn is passed"
+    job = toy_job(tmp_path, model_args={**DEEP, "layers": 1}, compile=True)
+    with caplog.at_level(logging.WARNING, memory.CHOOSES):
+        logger.addHandler(caplog.handler)  # torch's loggers do not pass records on
+        try:
+            transients(job, ["selective"])
+            assert warned not in caplog.text
+            logger.warning("something else")
+            assert "something else" in caplog.text
+            logger.removeFilter(memory._is_news)
+            logger.warning("%s to torch.utils.checkpoint", warned)
+            assert warned in caplog.text
+        finally:
+            logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(

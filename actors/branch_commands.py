@@ -8,6 +8,7 @@ import shlex
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,12 @@ def rollback(known: Namespace) -> int:
     run, claim = at_rest(asked, known.force, "`elastic stop` stops it, and then it can be rolled back")
     version = before_divergence(run) if known.to == AUTO else _at(run, known.to)
     optim = run.job.optim.model_copy(update={"lr": run.job.optim.lr * known.lr_scale})
-    changed = Run.look(run.job.replace(optim=optim), branch=True)
+    job = run.job.replace(optim=optim)
+    with suppress(JobError):  # free settings that do not go with the others are refused when somebody trains
+        if there := branches.newest(run.store, run.job.name):
+            job = job.with_free_of(Job.from_json(json.dumps(there.job)))
+        job = job.with_free_of(asked)
+    changed = Run.look(job, branch=True)
     if changed.branches_at(version) is None:
         say(f"{asked.name} is at step {version.step} already, and nothing was to change")
         return 0

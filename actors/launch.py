@@ -149,7 +149,9 @@ def launch(
         run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()
-        _tell(show, cluster.connect(address, job.workers, compiles=job.compile, tell=partial(_tell, show)))
+        with requests.finishing(partial(_tell, show, "interrupted; Ray is ended as soon as it has started, in up to 30 s")):
+            crowd = cluster.connect(address, job.workers, compiles=job.compile, tell=partial(_tell, show))
+        _tell(show, crowd)
         requests.note()
         if attach(job.name) is not None:
             branch = asked

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -18,11 +19,14 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 class Requests:
     """Handles signals while it is open.
 
-    A signal raises KeyboardInterrupt, except for the first one after ``note()``, which is only noted in ``asked``.
+    A signal raises KeyboardInterrupt, except for the first one after ``note()``, which is only noted in ``asked``, and the first one
+    within ``finishing()``, which waits for the end of that.
     """
 
     def __init__(self) -> None:
         self.asked = ""
+        self._late = ""
+        self._tell: Callable[[], None] | None = None
         self._noting = False
         self._before: dict[signal.Signals, Handler] = {}
 
@@ -34,6 +38,20 @@ class Requests:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @contextmanager
+    def finishing(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Lets what runs within end before a signal raises KeyboardInterrupt: ``ray.init`` may crash its process if it is interrupted.
+
+        ``tell`` is called at the signal.
+        """
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
+        if self._late:
+            raise KeyboardInterrupt(self._late)
 
     def note(self) -> None:
         """Notes that a run exists from now on, to which a signal can be passed on.
@@ -48,6 +66,9 @@ class Requests:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         word = WORDS[signal.Signals(number)]
+        if self._tell is not None and not self._late:
+            self._late = word
+            return self._tell()
         if not self._noting or self.asked:
             raise KeyboardInterrupt(word)
         self.asked = word

@@ -268,6 +268,19 @@ class Job(Part):
         theirs = {name: value for name, value in (BEFORE | without_effect(stored)).items() if _NOT_THE_TRAJECTORY.get(name) is not True}
         return Job(**theirs, name=self.name, bucket=self.bucket)
 
+    def with_free_of(self, other: Job) -> Job:
+        """Returns the job with the free settings that ``other`` names, each section as a whole."""
+        settings = {name: getattr(self, name) for name in self.model_fields_set}
+        for name, free in free_settings(Job).items():
+            if name not in other.model_fields_set:
+                continue
+            theirs = getattr(other, name)
+            kept = (
+                {} if free is True else {each: getattr(getattr(self, name), each) for each in type(theirs).model_fields if each not in free}
+            )
+            settings[name] = theirs.model_copy(update=kept) if kept else theirs
+        return Job(**settings).after(self._earlier)
+
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=2)
 

@@ -122,7 +122,7 @@ def test_data_prepare(tmp_path: Path, capsys: Shown) -> None:
     (tmp_path / "text" / "a.txt").write_text("to be or not to be")
     command = ["data", "prepare", str(tmp_path / "text"), str(tmp_path / "tokens")]
     assert main(command) == 0
-    assert "1 documents, 19 tokens" in sentence(capsys)
+    assert "1 document, 19 tokens" in sentence(capsys)
     assert main(command) == 0, "again is no error"
     capsys.readouterr()
     assert main(["data", "prepare", str(tmp_path / "nowhere"), str(tmp_path / "tokens")]) == 1

@@ -30,3 +30,19 @@ def test_the_first_signal_is_a_request_and_the_second_is_not(number: signal.Sign
     with Requests():
         pass
     assert signal.getsignal(number) is before
+
+
+def test_what_must_not_be_interrupted_ends_before_the_signal_counts() -> None:
+    """The user is told at once.  A second signal does not wait.  The control: without a signal nothing is raised."""
+    done = list[str]()
+    with Requests() as requests:
+        with requests.finishing(lambda: done.append("told")):
+            done.append("control")
+        with pytest.raises(KeyboardInterrupt, match="Ctrl-C"), requests.finishing(lambda: done.append("told")):
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("ended")
+    with Requests() as requests, pytest.raises(KeyboardInterrupt, match="SIGTERM"), requests.finishing(lambda: None):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.append("not reached")
+    assert done == ["control", "told", "ended"]

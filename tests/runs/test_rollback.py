@@ -120,6 +120,8 @@ def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(tmp_path: P
     capsys.readouterr()
     assert main(["rollback", str(path), "--steps", "5", "--to", "4"]) == 0
     line = re.search("`elastic (train .*)` goes on with it", capsys.readouterr().out)
+    begun = branches.newest(ObjectStore.open(str(tmp_path / "bucket")), "run")
+    assert begun is not None and begun.job["checkpoint"]["save_every"] == 2, "the free settings are those of the file"
     assert line is not None and "--optim.lr 0.02" in line[1] and "--steps 6" in line[1] and "--steps 5" not in line[1]
     assert main(["train", str(path), "--local"]) == 1 and "optim.lr = 0.02 there and 0.01 here" in capsys.readouterr().out
     assert main([*shlex.split(line[1]), "--local"]) == 0 and Run.find(job_of(tmp_path / "bucket")).job.optim.betas == (0.8, 0.9)
@@ -147,6 +149,8 @@ def test_g2_the_run_of_a_notebook_goes_on_there_after_a_roll_back(tmp_path: Path
     said = " ".join(capsys.readouterr().out.split())
     assert "launch(Job(...)) with steps = 6 goes on with it, in the script or notebook that has its objects (object:build, " in said
     assert "elastic train" not in said
+    begun = branches.newest(ObjectStore.open(notebook().bucket), notebook().name)
+    assert begun is not None and begun.job["checkpoint"]["save_every"] == 2, "the file names no free settings, so they are those of before"
     assert main(["rollback", str(path), "--to", "2", "--lr-scale", "0.5"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"launch(Job(...)) with steps = 6, optim.lr = {rate / 2!r} goes on with it" in said

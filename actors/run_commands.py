@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 import uuid
 from collections.abc import Collection
@@ -58,6 +59,8 @@ class Absent:
         elsewhere = "" if end is not None else run.local_elsewhere()
         over = end is not None or cluster.joined(owner["address"]) or (owner["address"] == LOCAL and not elsewhere)
         stands = "is not running" if over else f"is not running, or its cluster, {owner['address']}, cannot be reached from here"
+        if not over and owner.get("host") == platform.node() and not cluster.reachable(owner["address"]):
+            stands = f"has told no end, and its cluster on this machine, {owner['address']}, has ended; `elastic train` goes on with it"
         if elsewhere:
             stands = f"was begun with --local {elsewhere}, and has told no end; if it lives, end it there with Ctrl-C"
         how = "" if end is None else f"; it ended as {type(end).__name__}"

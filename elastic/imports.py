@@ -82,7 +82,9 @@ def _module(named: str, name: str) -> ModuleType:
 
 
 def _failed(module: str, error: Exception) -> str:
-    """Says where an import failed: the innermost frame, which is usually the user's."""
+    """Says where an import failed: the innermost frame, which is usually the user's, or what cannot be read as Python."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"importing {module} failed with {type(error).__name__}: {error.msg} (in {error.filename}, line {error.lineno}); mend it"
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if not f.filename.startswith("<frozen")), frames[-1])
     return f"importing {module} failed with {_what(error)} (in {frame.filename}, line {frame.lineno}); mend it or install what it needs"

@@ -71,6 +71,8 @@ def test_where_the_users_import_failed_is_said(user_code: Path) -> None:
         load("theirs.raises:build")
     with pytest.raises(CodeError, match=rf"in {user_code}/needs.py, line 1"):
         load("theirs.needs:build")
+    with pytest.raises(CodeError, match=rf"\(in {user_code}/syntax.py, line 1\)"):
+        load("theirs.syntax:build")
 
 
 @pytest.mark.fast

@@ -405,7 +405,7 @@ def test_l7_a_run_that_may_live_is_left_alone(ended: Callable[..., tuple[Run, li
     run, _ = ended(checkpoint={"keep_last": 2})
     run.claim("127.0.0.1:1", "a cluster that cannot be reached")
     for command in (lambda force: checkpoint_commands.rm(run.job, "1", force), lambda force: checkpoint_commands.gc(run.job, False, force)):
-        with pytest.raises(PlatformGaveUp, match=r"cannot be reached from here.*--force"):
+        with pytest.raises(PlatformGaveUp, match=r"has told no end, and its cluster on this machine.*--force"):
             command(False)
     assert len(run.checkpoints.versions()) == 6
     assert checkpoint_commands.gc(run.job, dry=False, force=True) == 0

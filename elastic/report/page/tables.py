@@ -52,7 +52,7 @@ KEPT = {
     "every": "at a multiple",
     "best": "best validation",
     "younger": "written not long ago",
-    "branch": "a branch begins here",
+    "branch": "a branch or a fork begins here",
     "owed": "an export, samples or a validation is owed",
     "all": "all are kept",
 }

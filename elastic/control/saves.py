@@ -219,7 +219,10 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
         awaited = event.worker in known.members and event.worker not in (*known.reported, *known.refused)
         refused = (*known.refused, event.worker) if event.worker and awaited else known.refused
         _put(decision, replace(known, ask_at=ask_at, refused_at=since, refused=refused))
-        decision.say(f"{what}; again in {decision.rules.fence_s:g} s" if of_manifest else f"{what}; its keeper tries again")
+        if of_manifest:
+            decision.say(f"{what}; again in {decision.rules.fence_s:g} s")
+        elif event.worker not in known.refused or not event.worker:  # of a bucket that stays full each worker's first word is enough
+            decision.say(f"{what}; its keeper tries again until the bucket takes it")
     elif known.asked and not of_manifest and event.again is not None:
         _put(decision, replace(known, failed=event.reason))  # an earlier coordinator's manifest may be there: it is asked for once more
         tell(decision)

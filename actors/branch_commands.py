@@ -49,8 +49,9 @@ def rollback(known: Namespace) -> int:
     job = run.job.replace(optim=optim)
     with suppress(JobError):  # free settings that do not go with the others are refused when somebody trains
         if there := branches.newest(run.store, run.job.name):
-            job = job.with_free_of(Job.from_json(json.dumps(there.job)))
-        job = job.with_free_of(asked)
+            job = job.with_free_of(Job.from_json(json.dumps(there.job))).replace(bucket=run.job.bucket)
+    with suppress(JobError):
+        job = job.with_free_of(asked).replace(bucket=run.job.bucket)
     changed = Run.look(job, branch=True)
     if changed.branches_at(version) is None:
         say(f"{asked.name} is at step {version.step} already, and nothing was to change")

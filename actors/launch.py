@@ -149,16 +149,22 @@ def launch(
         run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()
-        with requests.finishing(partial(_tell, show, "interrupted; Ray is ended as soon as it has started, in up to 30 s")):
-            crowd = cluster.connect(address, job.workers, compiles=job.compile, tell=partial(_tell, show))
-        _tell(show, crowd)
-        requests.note()
+        _connect(job, address, requests, show)
         if attach(job.name) is not None:
             branch = asked
             if asked or accept_code:
                 raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
         start = replace(start, job=_heeding_the_driver(job, show))
         return _follow(start, checked, objects, requests, show, look, seen, again, branch)
+
+
+def _connect(job: Job, address: str | None, requests: Requests, show: Show) -> None:
+    """Joins the cluster at ``address``, or starts one.  From then on ``requests`` notes the first signal."""
+    tell = partial(_tell, show)
+    with requests.finishing(partial(tell, "interrupted; Ray is ended as soon as it has started, in up to 30 s")):
+        crowd = cluster.connect(address, job.workers, compiles=job.compile, tell=tell)
+    tell(crowd)
+    requests.note()
 
 
 def _tell(show: Show, *sentences: str) -> None:

@@ -25,17 +25,24 @@ WORDS = 64
 """Number of tokens that a small model knows."""
 MOST = 50_000_000
 """Largest number of parameters of a model that is run; a run of so many takes about a second."""
-SEQ, LAST = 24, 8
-"""Length of the sequence, and number of tokens at its end that change."""
+SEQ, LAST = 24, 7
+"""Length of the sequence, and number of tokens at its end that change: they begin within a block of any even size."""
+SPARSE = "block_sparse"
+"""Attention in blocks that look both ways whatever ``is_decoder`` says, but only in sequences of many blocks."""
 NOISE = 0.05
 """Standard deviation of what is added to the weights: those that begin at zero would hide what a layer looks at."""
 SAME = 1e-4
 """Largest change of logits, in parts of the largest logit, that is rounding.  A look ahead changes them by more than 1e-3."""
 WIDTH = re.compile(r"(hidden|intermediate|embed\w*)_size|\w*_(dim|rank|embd|inner|intermediate_size)|d_(model|ff|kv|inner|embed|head)")
 DEPTH = re.compile(r"(num_|n_)?(hidden_|decoder_|encoder_)?layers?")
-FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """The errors that the library raises for a config whose sizes do not fit each other."""
-REMEDIES: tuple[tuple[str, Any], ...] = (("is_decoder", True), ("causal", True), ("attn_type", "uni"))
+REMEDIES: tuple[dict[str, Any], ...] = (
+    {"is_decoder": True},
+    {"causal": True},
+    {"attn_type": "uni"},
+    {"is_decoder": True, "attention_type": "original_full"},
+)
 """Settings of configs that let some models look back only."""
 
 _FOUND: dict[str, bool | None] = {}
@@ -55,16 +62,20 @@ def looks_ahead(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
 
 def remedy(config: Any, make: Callable[[Any], nn.Module]) -> str:
     """Returns what to set in the config of a model that looks ahead, as words; other words if no setting is known that helps."""
-    for name, value in REMEDIES:
-        if hasattr(config, name):
+    for settings in REMEDIES:
+        if all(hasattr(config, name) for name in settings):
             other = deepcopy(config)
-            setattr(other, name, value)
+            for name, value in settings.items():
+                setattr(other, name, value)
             if looks_ahead(other, make) is False:
-                return f"set {name} = {str(value).lower() if value is True else repr(value)} in config"
+                words = (f"{name} = {'true' if value is True else repr(value)}" for name, value in settings.items())
+                return f"set {' and '.join(words)} in config"
     return "take another model_type, such as 'llama'"
 
 
 def _try(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
+    if config.model_type == "big_bird" and config.attention_type == SPARSE:
+        return True
     with _silence(), torch.random.fork_rng([]):
         try:
             for each in (config, _smaller(config)):
@@ -83,14 +94,15 @@ def _run(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or SEQ
     seq = min(SEQ, positions) if positions > 0 else SEQ  # some have -1, for any number
+    before = seq - min(LAST, seq // 3)
     with torch.device("cpu"):
         model = make(config).eval()
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=NOISE)
         tokens = torch.randint(text.vocab_size, (2, seq))
-        tokens[1, : -seq // 3] = tokens[0, : -seq // 3]
+        tokens[1, :before] = tokens[0, :before]
         ones = torch.ones_like(tokens)
-        first, second = (model(input_ids=row[None], attention_mask=ones[:1], use_cache=False).logits[0, : -seq // 3] for row in tokens)
+        first, second = (model(input_ids=row[None], attention_mask=ones[:1], use_cache=False).logits[0, :before] for row in tokens)
     change, largest = float((first - second).abs().max()), float(first.abs().max())
     return change > SAME * largest if 0 < largest < float("inf") else None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
+from itertools import takewhile
 from math import isfinite, isnan
 from statistics import fmean
 from typing import NamedTuple
@@ -67,8 +68,9 @@ def over_fit(found: Mapping[Version, Loss], training: Callable[[int], Iterable[t
     """Returns the sentence about a run that over-fits; "" for another one.
 
     It over-fits if the newest :data:`RISES` validations are worse than the best one, the newest by :data:`LEAST` of it, while the training
-    loss fell.  If both rise, the run diverges.  ``training`` returns the (step, loss) of the steps after one; the means of as many steps as
-    there are from one validation to the next are compared.  ``again`` names the option that goes on from the best.
+    loss fell.  If both rise, the run diverges.  ``training`` yields the (step, loss) of the steps after one, in order; the means of as many
+    steps as there are from one validation to the next are compared, and no others are asked for.  ``again`` names the option that goes on
+    from the best.
     """
     top, losses = best(found), {version: loss.mean for version, loss in comparable(found).items()}
     later = sorted(version for version in losses if top is not None and version > top.version)
@@ -78,8 +80,11 @@ def over_fit(found: Mapping[Version, Loss], training: Callable[[int], Iterable[t
     now = losses[later[-1]]
     if now - top.loss < LEAST * abs(top.loss):
         return ""
-    steps = [(step, loss) for step, loss in training(since - every) if isfinite(loss)]
-    then, lately = ([loss for step, loss in steps if last - every < step <= last] for last in (since, newest))
+
+    def before(last: int) -> list[float]:
+        return [loss for _, loss in takewhile(lambda each: each[0] <= last, training(last - every)) if isfinite(loss)]
+
+    then, lately = before(since), before(newest)
     if not (then and lately and fmean(lately) < fmean(then)):
         return ""
     return (

@@ -18,7 +18,7 @@ from typing import Any
 from elastic.control.run import Ended, Failed, Finished, Stopped
 from elastic.errors import JobError
 from storage.errors import Missing, StorageError
-from storage.journal import owners
+from storage.journal import owner_of, owners
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
@@ -38,6 +38,11 @@ def process(owner: Mapping[str, Any]) -> int:
         return 0
     pid = int(owner.get("life", "").partition(" ")[0] or 0)
     return pid if pid and pid != os.getpid() and life_of(pid) == owner["life"] else 0
+
+
+def is_ours(owner: Mapping[str, Any] | None) -> bool:
+    """Returns whether this process made a claim.  None stands for one that is gone with the run's folder."""
+    return owner is not None and owner.get("life") == life_of(os.getpid())
 
 
 def elsewhere(store: ObjectStore, name: str, incarnation: int, owner: Mapping[str, Any]) -> bool:
@@ -78,13 +83,13 @@ class Ending:
 
 
 def end(store: ObjectStore, name: str, incarnation: int, how: Ended) -> None:
-    """Writes how the process that claimed the run as ``incarnation`` ended, unless its claim is gone with the run's folder.
+    """Writes how this process ended, which claimed the run as ``incarnation``, unless its claim is gone with the run's folder.
 
     It does not raise if that fails: then the process counts as one that died.
     """
     about = {"format": FORMAT, "state": type(how).__name__, "at": round(time.time(), 3), **vars(how)}
     with suppress(StorageError, OSError):
-        if store.exists(f"{name}/owner/{incarnation:06d}.json"):
+        if is_ours(owner_of(store, name, incarnation)):
             _documents(store, name).add(incarnation, about)
 
 

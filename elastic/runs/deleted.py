@@ -19,12 +19,13 @@ def put_back(run: Run, incarnation: int, life: str, claim: Callable[[], object])
     """Writes what is missing of ``job.json`` and of the claim of ``incarnation``; ``claim`` writes the claim.
 
     Returns the sentence that says so, "" if nothing was missing.  ``job.json`` stays missing if there are later branches: the job that it
-    held is not known any more.  Raises :class:`Deposed` if another ``life`` has claimed the same incarnation, in a folder that it began.
+    held is not known any more.  Raises :class:`Deposed` if the newest claim is that of another ``life``: of another run of the name, begun
+    in a new folder, or of a command that has taken this one over.
     """
     store, name, lacks = run.store, run.job.name, list[str]()
     owner = run.owner()
-    if owner is not None and owner["incarnation"] == incarnation and owner.get("life") != life:
-        raise Deposed(store.full_name(f"{name}/owner/{incarnation:06d}.json"))
+    if owner is not None and owner.get("life") != life:
+        raise Deposed(store.full_name(f"{name}/owner/{owner['incarnation']:06d}.json"))
     with suppress(Exists):
         if not store.exists(f"{name}/job.json") and branches.number_of(store, name) == 1:
             origin, earlier = run.origin, [each.to_json() for each in run.job.stretches()[:-1]]
@@ -41,5 +42,6 @@ def put_back(run: Run, incarnation: int, life: str, claim: Callable[[], object])
         return ""
     return (
         f"somebody has deleted {store.full_name(name)}, or a part of it: {' and '.join(lacks)} of the run are written anew, so that it "
-        f"can go on from what it saves from now on; what else was deleted, as earlier checkpoints and metrics, is lost"
+        f"can go on from what it saves from now on; what else was deleted is lost, as earlier checkpoints and metrics, and what its data "
+        f"and its code were, so that nobody is told if they change"
     )

@@ -391,7 +391,8 @@ def _of_origin(fork: Run, lineage: Lineage) -> Iterator[Row]:
         return
     run, lineage = Run.find(fork.job.replace(name=origin.run)), cut(lineage, origin.version)
     following = Following(run)
-    following.read()
+    with suppress(Damaged):  # nobody can read the rows there, and the others are enough for the fork
+        following.read()
     yield from _each_once(_of_origin(run, lineage), _known(following, lineage, origin.version.step))
 
 

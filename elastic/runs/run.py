@@ -272,7 +272,7 @@ class Run:
         until = max((int(each.get("until", 0)) for each in branched), default=0)
 
         def after(known: int) -> int:
-            return max(max(generation, known) + unseen, until)
+            return max(generation, known, until) + unseen
 
         steps = {each.step for each in last.history.saved[-1:]} if last is not None else set()
         known = [listed for at in sorted(steps | ({step} if step is not None else set())) for listed in self.checkpoints.at(at)]

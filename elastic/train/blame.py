@@ -39,7 +39,7 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
     """Returns (cause of ``Broken``, signature) of the error that stopped a generation here.
 
     ``ask_device`` is :func:`touch` for this worker's device.  A failed collective is a peer's doing; the place where the exception was
-    raised tells it from an error in the user's code (:func:`_in_a_collective`).  ``forming`` means that no step had begun: if memory is
+    raised tells it from an error in the user's code (:func:`in_a_collective`).  ``forming`` means that no step had begun: if memory is
     short then, earlier worlds may have left some behind, and a new process has it.
     """
     if isinstance(error, FencedOff):
@@ -58,12 +58,12 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
         return "damaged", ""
     if isinstance(error, CopyLost):
         return "copy", error.keeper
-    if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or _in_a_collective(error):
+    if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or in_a_collective(error):
         return "peer", ""
     return "job", _signature(error)
 
 
-def _in_a_collective(error: Exception) -> bool:
+def in_a_collective(error: Exception) -> bool:
     """Returns whether ``error`` was raised where torch talks with peers: by a collective, or by what waits for one.
 
     Much of ``torch.distributed`` talks with nobody.  It refuses what the job's model or loss asks of it: where a model is wrapped, where

@@ -314,7 +314,7 @@ class _Local:
                 f"{gone}, this command's claim, is gone: somebody has deleted it, or the run's folder; {version} is not saved, and this "
                 f"command ends"
             )
-        if latest != self.incarnation:
+        if latest != self.incarnation or not alone.is_ours(self.run.owner()):  # somebody may have deleted the run, and begun it anew
             raise PlatformGaveUp(
                 f"another command has taken this run over (owner {latest}; this one is {self.incarnation}): "
                 f"{version} is not saved, and this command ends"

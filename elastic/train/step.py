@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,6 +46,7 @@ from elastic.protocol.commit_record import (
 from elastic.protocol.copy_schedule import due
 from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
+from elastic.train.blame import in_a_collective
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults
 from elastic.train.inventory import memory_by_class
@@ -324,8 +324,8 @@ def loss_of(
     try:
         returned = (loss or session.loss)(model, batch)
     except (KeyError, TypeError) as error:  # the usual slips in a loss; any other error speaks for itself
-        if "/torch/distributed/" in traceback.extract_tb(error.__traceback__)[-1].filename:
-            raise  # a peer's doing, see ``blame.py``
+        if in_a_collective(error):
+            raise  # a peer's doing
         raise ModelError(
             f"{named} failed with {failure(error)}; it gets the model and a batch of {sorted(batch)}, and {CONTRACT}"
         ) from error

@@ -27,7 +27,7 @@ def wrong_count(named: str, count: float, where: str = "") -> str:
     """Returns the sentence for a count that is none, which begins with ``named``; ``where`` says which microbatch has it."""
     where = f": {where}" if where else ""
     return (
-        f"{named}{where} returned the count {count:g}, and a count is a number of terms: a whole number, 0 or more; "
+        f"{named}{where} returned the count {count:.9g}, and a count is a number of terms: a whole number, 0 or more; "
         f"of a loss with weights return the weighted sum and the number of its terms, with weights that have a mean of about 1"
     )
 
@@ -41,9 +41,8 @@ def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, tor
     match returned:
         case (torch.Tensor(shape=()), torch.Tensor(shape=()) | Real()):
             loss, count = returned
-            if not isinstance(count, torch.Tensor) and not is_count(
-                float(count)
-            ):  # one on a device is seen at the commit, which it waits for
+            # one on a device is seen at the commit, which waits for it
+            if not isinstance(count, torch.Tensor) and not is_count(float(count)):
                 raise LossError(wrong_count(named, float(count)))
             if torch.is_grad_enabled() and not loss.requires_grad:
                 raise LossError(

@@ -7,6 +7,7 @@ from storage.journal.journal import (
     claim_owner,
     latest_claim,
     newest_owner,
+    owner_of,
     owners,
 )
 from storage.journal.objects import Json, Segment, unpacked
@@ -24,6 +25,7 @@ __all__ = [
     "newest",
     "newest_owner",
     "objects",
+    "owner_of",
     "owners",
     "parse",
     "read",

@@ -30,12 +30,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path, PurePosixPath
 
 from storage.documents import seal, unseal
-from storage.errors import Deposed, Exists, StorageError
+from storage.errors import Deposed, Exists, Missing, StorageError
 from storage.journal.objects import CONTINUED, Json, key_of, line, packed
 from storage.objects import ObjectStore
 
@@ -324,6 +325,13 @@ def newest_owner(store: ObjectStore, run: str) -> Json | None:
     """Returns the information that the newest claimant of the run wrote, or None."""
     latest = latest_claim(store, run)
     return _claimed(store, run, latest) if latest else None
+
+
+def owner_of(store: ObjectStore, run: str, number: int) -> Json | None:
+    """Returns the information that the claimant of incarnation ``number`` wrote, or None if its claim is gone."""
+    with suppress(Missing):
+        return _claimed(store, run, number)
+    return None
 
 
 def _claimed(store: ObjectStore, run: str, number: int) -> Json:

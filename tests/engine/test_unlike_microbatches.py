@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from elastic.engine.axes import split
 from elastic.engine.loss import next_token
@@ -35,7 +36,10 @@ class Either(nn.Module):
 
 
 class Branches(nn.Module):
-    """The first token chooses a layer of a ``block`` or of the ``rest``, or to ``skip`` a block.  ``twice`` runs a block twice."""
+    """The first token chooses a layer of a ``block`` or of the ``rest``, or to ``skip`` a block.  ``twice`` runs a block twice.
+
+    ``reentrant`` runs one in a reentrant checkpoint, and ``again`` does so twice.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -51,7 +55,9 @@ class Branches(nn.Module):
         which = int(tokens[0, 0]) % 2
         x = self.layers[0](self.embedding(tokens), which if self.kind == "block" else 0)
         if self.kind != "skip" or which:
-            x = self.layers[1](x, 0)
+            x = checkpoint(self.layers[1], x, 0, use_reentrant=True) if self.kind in ("reentrant", "again") else self.layers[1](x, 0)
+        if self.kind == "again":
+            x = checkpoint(self.layers[1], x, 1, use_reentrant=True)
         if self.kind == "twice":
             x = self.layers[1](x, 1)
         return self.head(self.rest(x, which if self.kind == "rest" else 0))  # type: ignore[no-any-return]
@@ -115,7 +121,22 @@ def test_unlike_microbatches_have_the_same_bits_in_every_layout_and_stage(ranks:
         assert other.hash == one.hash, zero
 
 
-@pytest.mark.parametrize(("kind", "begins"), [("twice", "layers.1 has two parts"), ("skip", "parallel.zero = 3 needs every member to run")])
+def test_a_block_in_a_reentrant_checkpoint_has_its_part_in_stage_3(ranks: Ranks, tmp_path: Path) -> None:
+    """It runs without gradients first, and with them in the backward pass."""
+    whole, judge = ranks.run(Layout(1, 1), norms, job(tmp_path / "1", "reentrant"), True)[0]
+    assert whole == pytest.approx(judge, rel=1e-5)
+    for norm, _ in ranks.run(Layout(1, 2), norms, job(tmp_path / "3", "reentrant", parallel={"dp_shard": 2, "zero": 3}), True):
+        assert norm == whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [
+        ("twice", "layers.1 has two parts"),
+        ("again", "layers.1 has two parts"),
+        ("skip", "parallel.zero = 3 needs every member to run"),
+    ],
+)
 def test_a_block_that_runs_twice_or_not_at_all_ends_a_step_of_stage_3(ranks: Ranks, tmp_path: Path, kind: str, begins: str) -> None:
     """The control: stage 2 has the bits of one worker."""
     stage_3 = job(tmp_path / "3", kind, parallel={"dp_shard": 2, "zero": 3})

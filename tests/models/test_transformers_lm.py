@@ -258,6 +258,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "xlm": {"vocab_size": 61, "emb_dim": 32, "n_layers": 2, "n_heads": 4},
     "xlnet": {"vocab_size": 61, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48},
+    "big_bird": {**SMALL, "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0},
     "bart": {"vocab_size": 61, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
 }
 """Models about whose attention their class and config say nothing, or the contrary: BART has layers for an encoder, which it never uses."""
@@ -293,7 +294,7 @@ def test_a_model_that_looks_at_later_tokens_is_refused(kind: str, more: dict[str
 
 @pytest.mark.fast
 def test_a_setting_that_does_not_help_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.models.causal.REMEDIES", (("is_decoder", True),))
+    monkeypatch.setattr("elastic.models.causal.REMEDIES", ({"is_decoder": True},))
     with pytest.raises(ValueError, match=r"take another model_type, such as 'llama'$"):
         transformers_lm.build({"model_type": "xlm", **TINY["xlm"]})
 
@@ -315,14 +316,36 @@ def test_a_decoder_with_layers_that_it_never_uses_is_the_librarys() -> None:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("kind", "ahead"), [("llama", False), ("gemma2", False), ("big_bird", True), ("bert", True)])
-def test_of_a_large_model_a_small_one_is_run(kind: str, ahead: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fix"),
+    [
+        ("llama", {}),
+        ("gemma2", {}),
+        ("big_bird", {"is_decoder": True, "attention_type": "original_full"}),
+        ("bert", {"is_decoder": True}),
+    ],
+)
+def test_of_a_large_model_a_small_one_is_run(kind: str, fix: dict[str, Any]) -> None:
     """The published sizes of these have up to 9 billion parameters: none of their memory is taken."""
     with torch.device("meta"):
-        if ahead:
-            with pytest.raises(ValueError, match=r"later tokens, .*; set is_decoder = true in config$"):
+        if fix:
+            said = " and ".join(f"{name} = {'true' if value is True else repr(value)}" for name, value in fix.items())
+            with pytest.raises(ValueError, match=rf"later tokens, .*; set {said} in config$"):
                 transformers_lm.build({"model_type": kind})
-        assert transformers_lm.build({"model_type": kind, **({"is_decoder": True} if ahead else {})}).doubt == ""
+        assert transformers_lm.build({"model_type": kind, **fix}).doubt == ""
+
+
+@pytest.mark.fast
+def test_attention_in_sparse_blocks_looks_ahead_though_only_in_long_sequences() -> None:
+    """BigBird's blocks have two tokens here, so that 20 are a long sequence.  The control: full attention."""
+    decoder = {"is_decoder": True, "block_size": 2, "num_random_blocks": 1}
+    assert judged("big_bird", **decoder, attention_type="block_sparse"), "the judge"
+    with pytest.raises(
+        ValueError, match=r"attends to later tokens, .*; set is_decoder = true and attention_type = 'original_full' in config$"
+    ):
+        transformers_lm.build({"model_type": "big_bird", **TINY["big_bird"], **decoder, "attention_type": "block_sparse"})
+    assert not judged("big_bird", **decoder, attention_type="original_full"), "the judge"
+    transformers_lm.build({"model_type": "big_bird", **TINY["big_bird"], **decoder, "attention_type": "original_full"})
 
 
 def test_where_no_small_model_runs_its_layers_decide_and_the_user_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

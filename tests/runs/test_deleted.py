@@ -53,6 +53,21 @@ def test_a_run_whose_folder_was_deleted_is_the_same_run_again(tmp_path: Path, ki
     assert "job.json of the run are" in put_back(run, number, "its life", again) and Run.look(run.job).job.digest == before[0]
 
 
+@pytest.mark.parametrize("claims", [1, 3], ids=("fewer claims", "more"))
+def test_a_run_that_was_begun_anew_in_the_place_of_a_deleted_one_is_left_alone(tmp_path: Path, claims: int) -> None:
+    """Its claims say whose the folder is now, whatever their numbers.  Nothing is written there."""
+    run = Run.open(began(job_of(tmp_path, steps=6), "first"))
+    number = run.claim("here", "its life")
+    shutil.rmtree(tmp_path / "run")
+    other = Run.open(run.job.replace(seed=9))
+    for _ in range(claims):
+        other.claim("there", "another life")
+    there = sorted(tmp_path.rglob("*"))
+    with pytest.raises(Deposed, match=f"owner/{claims:06d}"):
+        put_back(run, number, "its life", lambda: run.claim("here", "its life", after=number - 1))
+    assert sorted(tmp_path.rglob("*")) == there
+
+
 def test_the_job_of_a_run_with_branches_in_the_bucket_is_not_guessed(tmp_path: Path) -> None:
     run = Run.open(began(job_of(tmp_path, steps=6), "branch"))
     (tmp_path / "run" / "job.json").unlink()

@@ -21,7 +21,7 @@ from elastic.plan.layout import Layout
 from elastic.report.story import Line, StepLine
 from elastic.runs import branches, resume
 from elastic.runs.resume import Start
-from elastic.runs.run import Run
+from elastic.runs.run import LOCAL, Run
 from elastic.train import local
 from storage.checkpoints import Checkpoints
 from tests.runs.test_forks import STATE, job_of, told, trained
@@ -226,6 +226,21 @@ def test_l4_a_command_that_trains_goes_past_a_process_of_another_machine(tmp_pat
     assert "--local" not in told(trained(job)) and saved(job) == [2, 4, 6], "another control: it has told its end"
 
 
+def test_l4_a_process_whose_run_was_deleted_and_begun_anew_writes_nothing_there(tmp_path: Path) -> None:
+    """L4: the new run has a claim of the same number.  The process neither saves into it nor says that it has ended."""
+    job = job_of(tmp_path / "bucket")
+
+    def show(line: Line) -> None:
+        if isinstance(line, StepLine) and line.step == 3:
+            shutil.rmtree(tmp_path / "bucket" / "run")
+            assert Run.open(job.replace(seed=9)).claim(LOCAL, "another life") == 1
+
+    with pytest.raises(PlatformGaveUp, match="another command has taken this run over"):
+        launch(job, local=True, show=show)
+    there = Run.find(job.replace(seed=9))
+    assert saved(job.replace(seed=9)) == [] and there.end() is None and not [*(tmp_path / "bucket").rglob("ends/*")]
+
+
 @pytest.mark.parametrize("when", ["while it writes the shard", "after its last look at the claims", "the control: never"])
 def test_l4_what_a_process_of_another_machine_saves_after_a_roll_back_does_not_count(
     tmp_path: Path, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str
@@ -288,3 +303,7 @@ def test_l4_a_generation_of_a_process_that_cannot_be_seen_is_not_used_again(
     assert its == 2 and (later == [2, 2]) == host.startswith("the control")
     assert host.startswith("the control") or its < later[0] < later[1]
     assert run.standing(0, 0.0).next_generation == 2, "a reader skips none"
+    changed = Run.look(run.job.replace(seed=9), branch=True)
+    resume.rewind(changed, 0.0, OLDER, changed.claim_here(trains=False))
+    after = [changed.standing(changed.claim_here(), 0.0).next_generation for _ in range(2)]
+    assert host.startswith("the control") or later[1] < after[0] < after[1], "also after a roll-back, which ends at a number of its own"

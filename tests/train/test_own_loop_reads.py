@@ -59,6 +59,8 @@ def reading(world: World, job: Job, version: Version, last: int, calls: bool = T
             look(model)
             for step in ctx.steps():
                 step.run()
+                if calls:
+                    answer(model)  # it has the weights of before the step, and the next pass those of after it
                 outcomes.append(step.commit())
                 look(model)
 

@@ -72,10 +72,15 @@ class Split(Parameters):
         self.parts = {name: _local(parameter).detach() for name, parameter in self._parameters.items()}
         self.trained = frozenset(name for name, parameter in self._parameters.items() if parameter.requires_grad)
         self.copies = [*fp8.parts.values()] if fp8 is not None else []
+        self._modules = [*_wrapped(model).values()]
         self._reduces = {name: reduce for name, module in _wrapped(model).items() if (reduce := _reduce_of(module)) is not None}
 
     def refresh(self) -> None:
-        """FSDP2 gathers the present values in each pass; those in fp8 are cast before."""
+        """FSDP2 gathers the present values in each pass, of the root only if a pass without gradients has not left them gathered.  Those in
+        fp8 are cast before.
+        """
+        for module in self._modules:
+            module.reshard()
         if self._fp8 is not None:
             self._fp8.cast(self.parts)
         self.current = True
@@ -87,24 +92,27 @@ class Split(Parameters):
         if number == 0:
             self.refresh()
         for each in self._reduces.values():
-            each.summed, each.runs = False, 0
+            each.summed = each.passes = each.runs = 0
 
     def end_forward(self) -> None:
         """FSDP2 has gathered everything in the forward pass.
 
         Members gather and sum module by module.  If one of them leaves a module out, it takes another module's for it; and an ordered sum
-        takes one gradient of each module in a microbatch.  So a pass with gradients raises :class:`ModelError` if a module did not run with
-        gradients, ran so twice, or is summed already, by a backward pass within the loss.
+        takes one gradient of each module in a microbatch.  So a pass with gradients raises :class:`ModelError` if a module did not run, ran
+        with gradients twice, or is summed already, by a backward pass within the loss.  In a reentrant checkpoint a module runs without
+        them, so if it never runs with gradients its other runs count.
         """
         for name, each in self._reduces.items() if torch.is_grad_enabled() else ():
-            wrong = INNER if each.summed else ABSENT if not each.runs else TWICE if each.runs > 1 and self.scheme.keeps_sums else ""
+            parts = each.runs or each.passes
+            wrong = INNER if each.summed else ABSENT if not parts else TWICE if parts > 1 and self.scheme.keeps_sums else ""
             if wrong:
                 raise ModelError(wrong.format(name=name or "the model itself"))
 
     def end_round(self) -> None:
-        """FSDP2 has summed everything in the backward pass.  Raises :class:`ModelError` if a module had no part in that."""
-        if absent := [name for name, each in self._reduces.items() if not each.summed]:
-            raise ModelError(ABSENT.format(name=absent[0] or "the model itself"))
+        """FSDP2 has summed everything in the backward pass.  Raises :class:`ModelError` if a module had no part in that, or two of them."""
+        for name, each in self._reduces.items():
+            if wrong := ABSENT if not each.summed else TWICE if each.summed > 1 and self.scheme.keeps_sums else "":
+                raise ModelError(wrong.format(name=name or "the model itself"))
 
     def grads(self) -> dict[str, Tensor]:
         found = {}
@@ -232,12 +240,13 @@ def _reduce_of(module: FSDPModule) -> _Reduce | None:
 
 
 def _count(group: Any, ours: _Reduce) -> None:
-    """Lets ``ours`` know how often its module has run with gradients.  A run without them, as of a teacher, has no part in the sums."""
+    """Lets ``ours`` know how often its module has run, and how often with gradients: a teacher, without them, has no part in the sums."""
     if group is None:
         return
     original = group._record_post_forward
 
     def record() -> None:
+        ours.passes += 1
         ours.runs += torch.is_grad_enabled()
         original()
 
@@ -270,10 +279,10 @@ class _Reduce:
 
     def __init__(self, reduction: Reduction, group: Any) -> None:
         self.reduction, self.group = reduction, group
-        self.summed = False
-        """True if it was called in the present microbatch."""
-        self.runs = 0
-        """The number of forward passes with gradients of its module in the present microbatch."""
+        self.summed = 0
+        """How often it was called in the present microbatch."""
+        self.passes = self.runs = 0
+        """The number of forward passes of its module in the present microbatch, and of those with gradients."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -281,7 +290,7 @@ class _Reduce:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool = False
     ) -> None:
-        self.summed = True
+        self.summed += 1
         if (total := self.reduction.reduce(input_tensor)) is not None:
             output_tensor.copy_(total)
 

@@ -190,6 +190,7 @@ class Whole(Parameters):
             self._make_copies()
             self._gathers.finish()
         if self._visits is not None:
+            self._visits.end(last=True)  # what is there has the values of before
             self._visits.begin()
 
     def begin_round(self, number: int, *, last: bool) -> None:
@@ -200,6 +201,8 @@ class Whole(Parameters):
             with torch.no_grad():
                 self._make_copies()
         if self._visits is not None:
+            if number == 0:
+                self._visits.end(last=True)  # somebody may have called the model since the last round
             self._visits.begin()
         self._next = 0
 

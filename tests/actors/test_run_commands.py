@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -59,11 +60,19 @@ def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
 
 
 def test_a_run_of_another_cluster_may_live(tmp_path: Path) -> None:
-    """This process is part of a cluster that knows no such run; that of the run cannot be reached, so nothing is known of it."""
+    """This process is part of a cluster that knows no such run; that of the run cannot be reached, so nothing is known of it.
+
+    If it was on this machine, it has ended.
+    """
     run = Run.open(toy_job(tmp_path, name=uuid.uuid4().hex))
-    run.claim("127.0.0.1:1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "node", lambda: "another machine")
+        run.claim("127.0.0.1:1")
     absent = run_commands.Absent.of(run.job)
     assert coordinator_of(run.job) is None and not absent.over and "127.0.0.1:1, cannot be reached" in absent.said
+    run.claim("127.0.0.1:1")
+    absent = run_commands.Absent.of(run.job)
+    assert coordinator_of(run.job) is None and not absent.over and "its cluster on this machine, 127.0.0.1:1, has ended" in absent.said
     run.claim(ray.get_runtime_context().gcs_address)
     assert coordinator_of(run.job) is None and run_commands.Absent.of(run.job).over, "the control: this cluster has no such run"
 

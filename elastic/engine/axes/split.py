@@ -280,7 +280,7 @@ class _Reduce:
     def __init__(self, reduction: Reduction, group: Any) -> None:
         self.reduction, self.group = reduction, group
         self.summed = 0
-        """How often it was called in the present microbatch."""
+        """The number of its calls in the present microbatch."""
         self.passes = self.runs = 0
         """The number of forward passes of its module in the present microbatch, and of those with gradients."""
 

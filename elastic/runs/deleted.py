@@ -31,7 +31,7 @@ def put_back(run: Run, incarnation: int, life: str, claim: Callable[[], object])
             origin, earlier = run.origin, [each.to_json() for each in run.job.stretches()[:-1]]
             more: dict[str, Any] = {"earlier": earlier} if earlier else {}
             if origin is not None:
-                more["origin"] = {"run": origin.run, "step": origin.version.step, "generation": origin.version.generation}
+                more["origin"] = origin.to_json()
             store.put_if_absent(f"{name}/job.json", forks.document(run.job, **more))
             lacks.append("job.json")
     with suppress(Exists):

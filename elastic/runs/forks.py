@@ -57,6 +57,10 @@ class Origin:
         """The exact name of the checkpoint, as the setting ``init`` has it."""
         return f"{self.run}@{self.version.step}.{self.version.generation}"
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns what ``job.json`` says of an origin (:func:`origin_in`)."""
+        return {"run": self.run, "step": self.version.step, "generation": self.version.generation}
+
     def __str__(self) -> str:
         return f"{self.version} of {self.run}"
 
@@ -161,7 +165,7 @@ def begin(store: ObjectStore, job: Job, origin: Origin, changed: dict[str, Any])
     Raises :class:`JobError` as :func:`refer`, and :class:`Exists` if there is such a run.
     """
     holder, key = refer(store, origin, job.name), f"{job.name}/job.json"
-    came = {"run": holder.run, "step": origin.version.step, "generation": origin.version.generation, "changed": changed}
+    came = {**Origin(holder.run, origin.version).to_json(), "changed": changed}
     earlier = [each.to_json() for each in job.stretches()[:-1]]
     store.put_if_absent(key, document(job) if job.init else document(job, origin=came, earlier=earlier))
     try:

@@ -318,8 +318,7 @@ class Spikes(Part):
 
     The score is the distance from the median, in robust standard deviations: 1.4826 × the median absolute deviation, at least 1% of the
     median.  That of a norm is of its logarithm.  A step is judged as a whole, so one noisy sample among many good ones may raise neither
-    far enough, and is not found; ``microbatch_z`` is for that.  Before there are
-    ``window`` steps none is a spike.
+    far enough, and is not found; ``microbatch_z`` is for that.  Before there are ``window`` steps none is a spike.
     """
 
     action: Branch[Literal["none", "warn", "skip", "quarantine", "forget"]] = "none"

@@ -323,6 +323,11 @@ class BadRecord(ValueError):
     """A gathered record differs from the one that its member sent, because the collective was aborted."""
 
 
+def is_count(value: float) -> bool:
+    """Returns whether ``value`` is a number of terms: a whole number, 0 or more."""
+    return value.is_integer() and value >= 0
+
+
 class BadCount(ValueError):
     """The loss of a microbatch returned a ``count`` that is no number of terms: not whole, negative, or not finite."""
 
@@ -364,7 +369,7 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
         counts += told[1]
         samples += zip(*(map(int, ids) for ids in told[2:]), strict=True)
     if not all(map(float.is_integer, counts)) or min(counts) < 0:
-        index = next(index for index, count in enumerate(counts) if not count.is_integer() or count < 0)
+        index = next(index for index, count in enumerate(counts) if not is_count(count))
         raise BadCount(index, counts[index], samples[index])
     boundary, behind = int(max(heads["boundary"])), max(heads["behind"]) > 0
     used = {name: heads[name] for name in vars(NO_USAGE)}

@@ -97,9 +97,9 @@ def _older(job: Job, run: Run, which: str) -> Start:
 
     def went_on(there: str) -> Start:
         said = f"branch {again[0]['number']} of {job.name} went on from {there} before: it goes on from {newest or Version(0, 0)}"
-        return Start(job, said=said + ("; to go back once more, name a step" if which == "best" else ""))
+        return Start(job, said=said + ("; to go back once more, name a step" if which == BEST else ""))
 
-    if again and which == "best" == again[0].get("word"):
+    if again and which == BEST == again[0].get("word"):
         return went_on(f"{job.name}@best, step {again[0]['step']},")
     version = checkpoint(run, which)
     if "." in which and left_behind(run, [version]):

@@ -19,9 +19,10 @@ import torch
 
 from elastic.errors import DataError, ElasticError, LossError, ModelError
 from elastic.imports import failure
+from elastic.protocol.commit_record import is_count
 from elastic.train.model import State
 from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
-from elastic.train.terms import CONTRACT, is_count, wrong_count
+from elastic.train.terms import CONTRACT, wrong_count
 
 CLOSE = 1e-2
 """Largest difference, as a part of the loss, at which it still is the mean of the losses of its halves: bf16 rounds to 0.4%."""

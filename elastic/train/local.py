@@ -308,13 +308,14 @@ class _Local:
 
     def _check_claim(self, version: Version) -> None:
         """Raises :class:`PlatformGaveUp` unless the newest claim of the run is this command's: ``version`` would not count."""
-        if (latest := self.run.latest_claim()) < self.incarnation:
+        owner = self.run.owner()
+        if (latest := owner["incarnation"] if owner else 0) < self.incarnation:
             gone = self.run.store.full_name(f"{self.run.job.name}/owner/{self.incarnation:06d}.json")
             raise PlatformGaveUp(
                 f"{gone}, this command's claim, is gone: somebody has deleted it, or the run's folder; {version} is not saved, and this "
                 f"command ends"
             )
-        if latest != self.incarnation or not alone.is_ours(self.run.owner()):  # somebody may have deleted the run, and begun it anew
+        if latest != self.incarnation or not alone.is_ours(owner):  # somebody may have deleted the run, and begun it anew
             raise PlatformGaveUp(
                 f"another command has taken this run over (owner {latest}; this one is {self.incarnation}): "
                 f"{version} is not saved, and this command ends"

@@ -13,14 +13,10 @@ from typing import Any
 import torch
 
 from elastic.errors import LossError
+from elastic.protocol.commit_record import is_count
 
 CONTRACT = "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their number, not a mean"
 """End of the message of an error that a wrong :data:`Loss` causes."""
-
-
-def is_count(value: float) -> bool:
-    """Returns whether ``value`` is a number of terms: a whole number, 0 or more."""
-    return value.is_integer() and value >= 0
 
 
 def wrong_count(named: str, count: float, where: str = "") -> str:

@@ -19,11 +19,11 @@ from elastic.data.loader import Ids
 from elastic.engine.world import LEAD, TO_HOST, all_gather
 from elastic.errors import LossError
 from elastic.plan.placement import reporters
-from elastic.protocol.commit_record import Validated
+from elastic.protocol.commit_record import Validated, is_count
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.model import State
 from elastic.train.step import Session, loss_of, microbatch_seed, refuse_changes, seed_all
-from elastic.train.terms import is_count, wrong_count
+from elastic.train.terms import wrong_count
 
 SLOTS = LEAD + 1
 """Number of batches whose copies to the device may be in flight: the device is at most ``LEAD`` microbatches behind."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 
+from actors import relay
 from actors.coordinator import Coordinator, Lease, View
 from actors.keeper import GROUPS, Keeper
 from actors.launch import attach
@@ -93,10 +94,10 @@ class Desk:
 class LoneWorker(Worker):
     """A worker that does nothing but keep its lease."""
 
-    def __init__(self, desk: Any) -> None:
-        self.worker, self.coordinator, self.outbox = WorkerId("w1"), desk, Outbox(desk, LEASE_S)
-        self.job = SimpleNamespace(deadlines=SimpleNamespace(lease_s=LEASE_S))  # type: ignore[assignment]
-        self.apply_fence, self._renew_now = ApplyFence(Member(self.worker, LEASE_S)), threading.Event()
+    def __init__(self, desk: Any, lease_s: float = LEASE_S) -> None:
+        self.worker, self.coordinator, self.outbox = WorkerId("w1"), desk, Outbox(desk, lease_s)
+        self.job = SimpleNamespace(deadlines=SimpleNamespace(lease_s=lease_s))  # type: ignore[assignment]
+        self.apply_fence, self._renew_now = ApplyFence(Member(self.worker, lease_s)), threading.Event()
 
     def begin(self) -> None:
         go_or_end(self._keep_lease, "lease")
@@ -214,11 +215,19 @@ class Leased(LoneWorker):
     """A worker whose keeper may be known, and that tells what it knows of its lease."""
 
     def __init__(self, worker: str, desk: Any, keeper: Any) -> None:
-        super().__init__(desk)
+        super().__init__(desk, lease_s=8 * PATIENCE_S)  # it waits an eighth of that for its keeper
         self.worker, self.outbox.keeper = WorkerId(worker), keeper
 
     def heeds(self) -> int:
         return self.apply_fence.member.incarnation
+
+
+class Patient(Gatherer):
+    """A keeper that does not give up a coordinator that is slow."""
+
+    def __init__(self, node: NodeId, desk: Any) -> None:
+        relay.PASSED_S = PATIENCE_S
+        super().__init__(node, desk)
 
 
 @pytest.mark.parametrize("through", ["its keeper", "nobody", "a dead keeper"])
@@ -226,9 +235,10 @@ def test_a_worker_asks_for_its_lease_through_its_keeper_if_it_can(through: str) 
     """N2.  The controls: without a keeper, or with one that does not answer, the worker asks the coordinator itself."""
     groups = {"control": 1, **GROUPS}
     desk = ray.remote(num_cpus=0, concurrency_groups={"inbox": 1, "view": 1})(LeaseDesk).remote()
-    keeper = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(NodeId("n1"), desk) if through != "nobody" else None
+    keeper = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Patient).remote(NodeId("n1"), desk) if through != "nobody" else None
+    if keeper is not None:
+        ray.get(keeper.pid.remote(), timeout=PATIENCE_S)  # a worker is told of a keeper that has come up
     if through == "a dead keeper":
-        ray.get(keeper.pid.remote())
         ray.kill(keeper)
     known, stranger = (ray.remote(num_cpus=0, concurrency_groups=groups)(Leased).remote(name, desk, keeper) for name in ("w1", "w2"))
     ray.get([known.begin.remote(), stranger.begin.remote()])

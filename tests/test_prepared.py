@@ -32,13 +32,15 @@ print(json.dumps(sorted(name for name in set(sys.modules) - before if not name.s
 """
 
 COMPILES = """
-import importlib, json, sys, torch
+import importlib, json, os, sys, tempfile, torch
+empty = tempfile.TemporaryDirectory()
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty.name  # what was compiled before takes fewer modules
 for name in sys.argv[1:]:
     importlib.import_module(name)
 import actors.worker, elastic.train.loop, elastic.train.session, elastic.train.warmup
 before = set(sys.modules)
 torch.compile(lambda x: (x.sin() * 2).sum(), fullgraph=True)(torch.randn(4, 5, requires_grad=True)).backward()
-print(json.dumps(sorted(set(sys.modules) - before)))
+print(json.dumps(sorted(name for name in set(sys.modules) - before if name.startswith(("torch", "sympy")))))
 """
 
 
@@ -76,9 +78,12 @@ def test_a_prepared_process_has_imported_what_a_worker_needs(preloaded: bool) ->
 @pytest.mark.full
 @pytest.mark.parametrize("preloaded", [True, False], ids=["prepared", "control"])
 def test_a_process_prepared_for_a_job_that_compiles_has_the_compiler(preloaded: bool) -> None:
-    """N13: nearly eight hundred modules are imported while the first graph is compiled; counted as above."""
+    """N13: more than three hundred modules of torch and sympy are imported while the first graph is compiled; counted as above.
+
+    Those of setuptools, whose number is another in each version, are not counted.
+    """
     left = imported_after([*PRELOADED.split(","), COMPILER] if preloaded else PRELOADED.split(","), COMPILES)
-    assert len(left) < 200 if preloaded else len(left) > 600, len(left)
+    assert len(left) < 150 if preloaded else len(left) > 300, len(left)
 
 
 @pytest.mark.parametrize(

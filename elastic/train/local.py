@@ -45,7 +45,6 @@ from elastic.runs.run import Run
 from elastic.state.heal import Healing, home_of
 from elastic.state.streaming import look_at
 from elastic.state.uploader import name_of
-from elastic.train.alone import WORKER, go
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.context import Context
 from elastic.train.contract import check_loss
@@ -56,6 +55,7 @@ from elastic.train.inventory import decay_line
 from elastic.train.machine.device import memory_of
 from elastic.train.microbatch import decided
 from elastic.train.model import State, build_model, tensors_of
+from elastic.train.only_member import WORKER, go
 from elastic.train.own_metrics import Metrics
 from elastic.train.profiler import Profiler
 from elastic.train.session import held_out_of, make_session, make_snapshots, prepare_process

@@ -27,7 +27,6 @@ from elastic.runs.resume import BEST, checkpoint, instead
 from elastic.runs.run import Run
 from elastic.runs.which import parsed, version_at, version_before
 from elastic.state.heal import Healing
-from elastic.train.alone import WORKER, go
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.context import Context
 from elastic.train.counters import Counters
@@ -35,6 +34,7 @@ from elastic.train.effects import Effects
 from elastic.train.faults import Faults
 from elastic.train.meter import Meter
 from elastic.train.model import State
+from elastic.train.only_member import WORKER, go
 from elastic.train.session import held_out_of, make_session, prepare_process, unlike_held_out
 from elastic.train.step import Session, Step
 from elastic.train.validation import validate

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from actors import cluster, launch
+from elastic.config.values import same_place
 from elastic.errors import ClusterGone, JobError, PlatformGaveUp
 from elastic.job import Job
 from elastic.runs import branches
 from elastic.runs.run import LOCAL, Run
-from storage.objects.urls import folder_of
 
 ANSWER_S = 15.0
 """Seconds in which a coordinator must answer before it counts as one that may be dead."""
@@ -60,12 +59,7 @@ def _joined_unclaimed(job: Job) -> bool:
 
 def _is_of(job: Job, coordinator: Any | None) -> bool:
     """Returns whether the coordinator is that of ``job``: another bucket may have a run of that name, too."""
-    return coordinator is not None and _place(launch.ask(coordinator, "settings", deadline_s=ANSWER_S)["bucket"]) == _place(job.bucket)
-
-
-def _place(bucket: str) -> str:
-    folder = folder_of(bucket)
-    return bucket.rstrip("/") if folder is None else str(Path(folder).resolve())
+    return coordinator is not None and same_place(launch.ask(coordinator, "settings", deadline_s=ANSWER_S)["bucket"], job.bucket)
 
 
 def run_of(job: Job) -> Run:

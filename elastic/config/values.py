@@ -203,6 +203,18 @@ def place(url: str) -> str:
     return url if folder is None else os.path.abspath(os.path.expanduser(folder))
 
 
+def same_place(one: str, other: str) -> bool:
+    """Returns whether two places, as :func:`place` returns them, are one and the same.
+
+    Links are followed on this machine, and only to compare: a setting keeps them, since they may lead elsewhere on another node.
+    """
+    return _followed(one) == _followed(other)
+
+
+def _followed(where: str) -> str:
+    return where.rstrip("/") if folder_of(where) is None else os.path.realpath(where)
+
+
 def own_folder(path: str) -> str:
     """Returns a path as absolute, and nothing for nothing.  Refuses a URL."""
     if not path.strip():

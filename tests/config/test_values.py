@@ -9,6 +9,7 @@ import pytest
 
 from elastic.config.sections import Deadlines
 from elastic.config.settings import ELSEWHERE, leaves
+from elastic.config.values import place, same_place
 from elastic.errors import JobError
 from elastic.job import Job
 
@@ -180,3 +181,13 @@ def test_a_validation_that_is_turned_off_names_itself(tmp_path: Path) -> None:
         "job.toml with --validation.every: validation.every = 0 measures nothing, so validation.samples = 7 has no effect; "
     )
     assert second.startswith("job.toml with --validation.every: checkpoint.keep_best = true with validation.every = 0: ")
+
+
+def test_a_place_keeps_its_links_and_is_the_same_by_any_of_them(tmp_path: Path) -> None:
+    """The controls: another folder, and another prefix of the same bucket."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    there, link = (str(tmp_path / name) for name in ("there", "link"))
+    assert place(f"{link}/") == place(f"file://{link}") == link != there
+    assert same_place(place(f"{link}/new"), f"{there}/new") and same_place("s3://one/two/", "s3://one/two")
+    assert not same_place(link, f"{there}/new") and not same_place("s3://one/two", "s3://one/three") and not same_place("s3://one", there)

@@ -44,7 +44,7 @@ def rollback(known: Namespace) -> int:
     if known.to != AUTO and not known.to.isdecimal():
         raise JobError(f"--to = {known.to!r} must be a step, or 'auto'")
     run, claim = at_rest(asked, known.force, "`elastic stop` stops it, and then it can be rolled back")
-    version = before_divergence(run) if known.to == AUTO else _at(run, known.to)
+    version = before_divergence(run) if known.to == AUTO else resume.checkpoint(run, known.to)
     optim = run.job.optim.model_copy(update={"lr": run.job.optim.lr * known.lr_scale})
     job = run.job.replace(optim=optim)
     with suppress(JobError):  # free settings that do not go with the others are refused when somebody trains
@@ -64,17 +64,6 @@ def rollback(known: Namespace) -> int:
         ) from None
     say(_goes_on(known, Run.find(asked)))
     return 0
-
-
-def _at(run: Run, step: str) -> Version:
-    """Returns the good checkpoint of a step.  Raises :class:`JobError` if there is none, and says which ones were abandoned."""
-    try:
-        return resume.checkpoint(run, step)
-    except JobError as error:
-        every = branches.every(run.store, run.job.name)
-        gone = sorted({each.version.step for each in run.checkpoints.versions() if each.good and branches.abandoned(every, each.version)})
-        also = f"; an earlier branch abandoned those of {', '.join(map(str, gone))}, and nothing goes on from them" if gone else ""
-        raise JobError(f"--to {step}: {error}{also}") from None
 
 
 def _goes_on(known: Namespace, run: Run) -> str:
@@ -156,7 +145,7 @@ def _at_origin(run: Run, origin: Origin, at: int) -> Version:
     if at <= origin.version.step:
         raise JobError(f"--to auto: {run.job.name} was forked from {origin}, and diverged before; {again}")
     say(f"{run.job.name} was forked from {origin}, and has nothing before that; if it diverges from there again, {again}")
-    return _at(run, str(origin.version.step))
+    return resume.checkpoint(run, str(origin.version.step))
 
 
 def runs(known: Namespace) -> int:

@@ -66,15 +66,11 @@ def _candidates(known: _Same, approved: _Same, reproducible: bool) -> tuple[Work
     return (*seated, *(worker for worker in fit if worker not in seated))
 
 
-def kind_of(run: RunState) -> str:
+def _kind_of(members: Members) -> str:
     """Returns the kind that all members must have.
 
     It is the first world's kind.  Before there was a world, it is the most common kind; of equally common ones, the one that came first.
     """
-    return _kind_of(run.members)
-
-
-def _kind_of(members: Members) -> str:
     kinds = Counter(worker.kind for worker in members.workers.values() if not worker.unfit) if not members.kind else Counter[str]()
     return members.kind or max(kinds, key=kinds.__getitem__, default="")
 

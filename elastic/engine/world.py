@@ -36,7 +36,7 @@ from elastic.engine import sockets, streams
 from elastic.engine.sockets import Endpoint, Service, Waking
 from elastic.errors import WorldBroken
 from elastic.plan.layout import Layout
-from elastic.plan.placement import data_rank, data_ranks
+from elastic.plan.placement import data_rank
 
 LEAD = 8
 """Largest number of ``keep_up`` calls by which the host may be ahead of the device."""
@@ -173,11 +173,6 @@ class World:
     def data_rank(self) -> int:
         """The number of this member's model group, among those that run microbatches."""
         return data_rank(self.layout, self.rank)
-
-    @property
-    def data_ranks(self) -> int:
-        """The number of model groups."""
-        return data_ranks(self.layout)
 
     @property
     def shard_mesh(self) -> DeviceMesh:

@@ -15,11 +15,6 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.lineage import Lineage, contains
 
 
-def mixed(segments: Sequence[Segment]) -> frozenset[int]:
-    """Returns the generations with workers of several kinds.  The bits of their steps cannot be reproduced."""
-    return frozenset(generation for segment in segments for generation in field_after(modern(*segment), "members", "mixed"))
-
-
 def ledger(segments: Sequence[Segment]) -> dict[int, Outcome]:
     """Returns the outcome of each step of the surviving lineage."""
     segments = [modern(*segment) for segment in segments]

@@ -65,7 +65,6 @@ class Strike:
     def __init__(self, bucket: Path, victim: Callable[[Witness, View, int], None], then: Callable[[View], bool]) -> None:
         self.bucket, self.victim, self.then = bucket, victim, then
         self.stopped = self.struck_at = 0
-        self.saved_then: list[Version] = []
 
     def __call__(self, witness: Witness, view: View) -> bool:
         if not self.stopped and view.state == "Running" and len(view.workers) == 2 and (found := list(uploaders(self.bucket))):

@@ -26,7 +26,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
-from actors.launch import attach
+from actors.living import attach
 from actors.view import View
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job

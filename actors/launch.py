@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 import secrets
 import signal
 import threading
@@ -21,11 +19,12 @@ import ray
 from actors import cluster
 from actors.begin import Show, begin, begin_here, claim, note_code
 from actors.coordinator import Coordinator
+from actors.living import Head, ask, attach, name_of, reap, view_of
 from actors.objects import pack
 from actors.signals import Requests
 from actors.terminal import screen_for
 from actors.view import View
-from elastic.errors import FINISHED, STOPPED, ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
+from elastic.errors import FINISHED, STOPPED, JobError, PlatformGaveUp
 from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
@@ -40,10 +39,6 @@ if TYPE_CHECKING:
     from elastic.train.preflight import Checked
 
 POLL_S = 0.1
-QUIET_S = 5.0
-"""Seconds without an answer of the coordinator after which the user is told so, and seconds from one look for the cluster's head to the
-next.
-"""
 LEAVING_S = 2.0
 """Seconds for a coordinator whose run is over to end itself, once its drivers have seen the end."""
 STEPS = 100_000
@@ -309,94 +304,10 @@ def _left(job: Job, view: View, requests: Requests) -> Result:
     return Result(view.state, reason, view.step, STOPPED, job.bucket, job.name)
 
 
-def name_of(run: str) -> str:
-    """Returns the name of the actor that is the coordinator of a run."""
-    return f"{run}/coordinator"
-
-
-def attach(name: str) -> Any | None:
-    """Returns the coordinator of the run, or None if none lives in this cluster."""
-    try:
-        return ray.get_actor(name_of(name), namespace=cluster.NAMESPACE)
-    except ValueError:
-        return None
-
-
 def _is_ending(coordinator: Any, deadline_s: float) -> bool:
     """Returns whether the run has ended, or was asked to stop, before this driver came."""
     view = view_of(coordinator, deadline_s)
     return view is None or view.over or bool(view.stopping)
-
-
-def view_of(coordinator: Any, deadline_s: float) -> View | None:
-    """Returns the coordinator's view, or None if the coordinator is gone.
-
-    Raises :class:`PlatformGaveUp` if the coordinator exists and does not answer.
-    """
-    try:
-        view: View = ask(coordinator, "view", 10**9, deadline_s=deadline_s)
-    except CoordinatorGone:
-        return None
-    return view
-
-
-class Head:
-    """The head of the cluster that this process has joined."""
-
-    def __init__(self, show: Show = _nothing) -> None:
-        self._show, self._address = show, ray.get_runtime_context().gcs_address
-        self._looked_at, self._missed_at = time.monotonic(), 0.0
-        self.heard = False
-        """True once the coordinator has answered: before that, it may only be starting."""
-
-    def say(self, sentence: str) -> None:
-        self._show(Sentence(time.time(), sentence))
-
-    def look(self, *, last: bool = False) -> None:
-        """Looks for the head now and then.  Raises :class:`ClusterGone` if it has been out of reach for nearly ``cluster.HEAD_S``.
-
-        ``last`` looks now, and does not wait for the head to come back.
-        """
-        now = time.monotonic()
-        if now - self._looked_at < QUIET_S and not last:
-            return
-        if now - self._looked_at > 4 * QUIET_S:  # this process stood still
-            self._missed_at = 0.0
-        self._looked_at = now
-        if cluster.reachable(self._address):
-            self._missed_at = 0.0
-        elif last or (self._missed_at and now - self._missed_at > 0.75 * cluster.HEAD_S - QUIET_S):
-            raise ClusterGone(f"the head of the cluster at {self._address} is gone; on another one, the same command resumes the run")
-        elif not self._missed_at:
-            self._missed_at = now
-            self.say(f"the head of the cluster at {self._address} does not answer; without it, the cluster ends in {cluster.HEAD_S:g} s")
-
-
-def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, head: Head | None = None) -> Any:
-    """Returns the coordinator's answer.  If its process dies, Ray restarts it and asks again, for ``deadline_s`` in all.
-
-    Raises :class:`PlatformGaveUp` if no answer comes in time, :class:`ClusterGone` if the cluster cannot be reached, and
-    :class:`CoordinatorGone` if there is no coordinator any more.
-    """
-    call, asked_at = getattr(coordinator, question).remote(*arguments), time.monotonic()
-    head = head or Head()
-    while not ray.wait([call], timeout=max(0.0, min(QUIET_S, asked_at + deadline_s - time.monotonic())))[0]:
-        head.look(last=time.monotonic() - asked_at >= deadline_s)
-        if time.monotonic() - asked_at >= deadline_s:
-            silent = f"has not answered for {deadline_s:g} s (2 × deadlines.lease_s)"
-            raise PlatformGaveUp(f"the coordinator of the run {silent}; the same command resumes it")
-        if head.heard and time.monotonic() - asked_at < 2 * QUIET_S:
-            head.say("the coordinator does not answer; if it has died, another one takes over")
-    try:
-        answer = ray.get(call)
-    except ray.exceptions.RayActorError as error:
-        why = str(error).strip().splitlines()[-1]
-        if getattr(error, "actor_init_failed", False) and (said := why.partition(f"{PlatformGaveUp.__name__}: ")[2]):
-            raise PlatformGaveUp(said) from error
-        raise CoordinatorGone(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
-    head.heard = True
-    head.look()  # the coordinator of a dead head answers, too, until Ray ends it
-    return answer
 
 
 def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> None:
@@ -473,18 +384,6 @@ def _await_gone(name: str) -> None:
     while attach(name) is not None and time.monotonic() < deadline:
         time.sleep(POLL_S)
     reap(name)
-
-
-def reap(name: str) -> list[str]:
-    """Ends all actors of the run that are left on this cluster, and returns their names."""
-    found = []
-    ours = re.compile(rf"{re.escape(name)}(-\d{{4,}}-[0-9a-f]{{6}})?/")  # this must not match a run called ``<name>-2``
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == cluster.NAMESPACE and ours.match(entry["name"]):
-            with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor(entry["name"], namespace=cluster.NAMESPACE), no_restart=True)
-                found.append(f"actor {entry['name']}")
-    return found
 
 
 def _result(job: Job, state: str, reason: str, step: int, job_error: str = "") -> Result:

@@ -1,4 +1,4 @@
-"""Finds the coordinator of a run that lives.
+"""Finds the coordinator of a run that lives, and asks it.
 
 The newest claim in the bucket names its cluster.  If somebody has deleted the run's folder there is no claim, but the run trains on: then
 the clusters that this process can reach without being told are asked, that of ``RAY_ADDRESS`` and those of this machine.
@@ -6,21 +6,43 @@ the clusters that this process can reach without being told are asked, that of `
 
 from __future__ import annotations
 
+import re
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
 import ray
 
-from actors import cluster, launch
+from actors import cluster
+from actors.begin import Show
+from actors.view import View
 from elastic.config.values import same_place
-from elastic.errors import ClusterGone, JobError, PlatformGaveUp
+from elastic.errors import ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
 from elastic.job import Job
+from elastic.report.story import Sentence
 from elastic.runs import branches
 from elastic.runs.run import LOCAL, Run
 
 ANSWER_S = 15.0
 """Seconds in which a coordinator must answer before it counts as one that may be dead."""
+QUIET_S = 5.0
+"""Seconds without an answer of the coordinator after which the user is told so, and seconds from one look for the cluster's head to the
+next.
+"""
+
+
+def name_of(run: str) -> str:
+    """Returns the name of the actor that is the coordinator of a run."""
+    return f"{run}/coordinator"
+
+
+def attach(name: str) -> Any | None:
+    """Returns the coordinator of the run, or None if none lives in this cluster."""
+    try:
+        return ray.get_actor(name_of(name), namespace=cluster.NAMESPACE)
+    except ValueError:
+        return None
 
 
 def connected(job: Job) -> bool:
@@ -33,7 +55,7 @@ def connected(job: Job) -> bool:
 
 def coordinator_of(job: Job) -> Any | None:
     """Returns the coordinator of the run, or None if the run is not found running."""
-    return launch.attach(job.name) if connected(job) else None
+    return attach(job.name) if connected(job) else None
 
 
 def _join(address: str) -> bool:
@@ -47,10 +69,10 @@ def _joined_unclaimed(job: Job) -> bool:
     """Connects to the cluster on which the run lives without a claim, and tells whether there is one."""
     part_of_one = ray.is_initialized()
     for address in cluster.known():
-        if not cluster.has_actor(address, launch.name_of(job.name)):
+        if not cluster.has_actor(address, name_of(job.name)):
             continue
         with suppress(PlatformGaveUp, ClusterGone, ConnectionError, RuntimeError):  # it is ending, or somebody else's
-            if _join(address) and _is_of(job, launch.attach(job.name)):
+            if _join(address) and _is_of(job, attach(job.name)):
                 return True
         if not part_of_one:
             ray.shutdown()
@@ -59,7 +81,7 @@ def _joined_unclaimed(job: Job) -> bool:
 
 def _is_of(job: Job, coordinator: Any | None) -> bool:
     """Returns whether the coordinator is that of ``job``: another bucket may have a run of that name, too."""
-    return coordinator is not None and same_place(launch.ask(coordinator, "settings", deadline_s=ANSWER_S)["bucket"], job.bucket)
+    return coordinator is not None and same_place(ask(coordinator, "settings", deadline_s=ANSWER_S)["bucket"], job.bucket)
 
 
 def run_of(job: Job) -> Run:
@@ -87,3 +109,86 @@ def note_deletion(job: Job) -> None:
             f"`elastic train` goes on, and `elastic clean --force` ends it without one",
             file=sys.stderr,
         )
+
+
+class Head:
+    """The head of the cluster that this process has joined."""
+
+    def __init__(self, show: Show = lambda _: None) -> None:
+        self._show, self._address = show, ray.get_runtime_context().gcs_address
+        self._looked_at, self._missed_at = time.monotonic(), 0.0
+        self.heard = False
+        """True once the coordinator has answered: before that, it may only be starting."""
+
+    def say(self, sentence: str) -> None:
+        self._show(Sentence(time.time(), sentence))
+
+    def look(self, *, last: bool = False) -> None:
+        """Looks for the head now and then.  Raises :class:`ClusterGone` if it has been out of reach for nearly ``cluster.HEAD_S``.
+
+        ``last`` looks now, and does not wait for the head to come back.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < QUIET_S and not last:
+            return
+        if now - self._looked_at > 4 * QUIET_S:  # this process stood still
+            self._missed_at = 0.0
+        self._looked_at = now
+        if cluster.reachable(self._address):
+            self._missed_at = 0.0
+        elif last or (self._missed_at and now - self._missed_at > 0.75 * cluster.HEAD_S - QUIET_S):
+            raise ClusterGone(f"the head of the cluster at {self._address} is gone; on another one, the same command resumes the run")
+        elif not self._missed_at:
+            self._missed_at = now
+            self.say(f"the head of the cluster at {self._address} does not answer; without it, the cluster ends in {cluster.HEAD_S:g} s")
+
+
+def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, head: Head | None = None) -> Any:
+    """Returns the coordinator's answer.  If its process dies, Ray restarts it and asks again, for ``deadline_s`` in all.
+
+    Raises :class:`PlatformGaveUp` if no answer comes in time, :class:`ClusterGone` if the cluster cannot be reached, and
+    :class:`CoordinatorGone` if there is no coordinator any more.
+    """
+    call, asked_at = getattr(coordinator, question).remote(*arguments), time.monotonic()
+    head = head or Head()
+    while not ray.wait([call], timeout=max(0.0, min(QUIET_S, asked_at + deadline_s - time.monotonic())))[0]:
+        head.look(last=time.monotonic() - asked_at >= deadline_s)
+        if time.monotonic() - asked_at >= deadline_s:
+            silent = f"has not answered for {deadline_s:g} s (2 × deadlines.lease_s)"
+            raise PlatformGaveUp(f"the coordinator of the run {silent}; the same command resumes it")
+        if head.heard and time.monotonic() - asked_at < 2 * QUIET_S:
+            head.say("the coordinator does not answer; if it has died, another one takes over")
+    try:
+        answer = ray.get(call)
+    except ray.exceptions.RayActorError as error:
+        why = str(error).strip().splitlines()[-1]
+        if getattr(error, "actor_init_failed", False) and (said := why.partition(f"{PlatformGaveUp.__name__}: ")[2]):
+            raise PlatformGaveUp(said) from error
+        raise CoordinatorGone(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
+    head.heard = True
+    head.look()  # the coordinator of a dead head answers, too, until Ray ends it
+    return answer
+
+
+def view_of(coordinator: Any, deadline_s: float) -> View | None:
+    """Returns the coordinator's view, or None if the coordinator is gone.
+
+    Raises :class:`PlatformGaveUp` if the coordinator exists and does not answer.
+    """
+    try:
+        view: View = ask(coordinator, "view", 10**9, deadline_s=deadline_s)
+    except CoordinatorGone:
+        return None
+    return view
+
+
+def reap(name: str) -> list[str]:
+    """Ends all actors of the run that are left on this cluster, and returns their names."""
+    found = []
+    ours = re.compile(rf"{re.escape(name)}(-\d{{4,}}-[0-9a-f]{{6}})?/")  # this must not match a run called ``<name>-2``
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == cluster.NAMESPACE and ours.match(entry["name"]):
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(entry["name"], namespace=cluster.NAMESPACE), no_restart=True)
+                found.append(f"actor {entry['name']}")
+    return found

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors import cluster, launch
+from actors import cluster, launch, living
 from actors.living import ANSWER_S, connected, coordinator_of, note_deletion, run_of
 from actors.prints import Prints, Reading
 from actors.processes import clear, end_on_sigterm
@@ -130,15 +130,15 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
     """
     deadline_s = 2 * job.deadlines.lease_s
     screen = screen_for(job)
-    seen, incarnation, shown, head = 0, 0, "", launch.Head(screen.show)
+    seen, incarnation, shown, head = 0, 0, "", living.Head(screen.show)
     end_on_sigterm()  # Ray's own handler prints a stack
     try:
         while True:
-            view = launch.ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s, head=head)
+            view = living.ask(coordinator, "view", seen, driver, incarnation, deadline_s=deadline_s, head=head)
             if view.incarnation != incarnation:
                 seen, incarnation = 0, view.incarnation
                 if stop and not view.over:
-                    launch.ask(coordinator, "stop", stop, deadline_s=deadline_s)
+                    living.ask(coordinator, "stop", stop, deadline_s=deadline_s)
             if (stands := _stands(view)) != shown:
                 say(f"{view.token}: {view.state}, step {view.step} of {view.steps}, {stands}{_copies(view)}{_speed(view)}; {view.reason}")
             shown = stands
@@ -152,7 +152,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
                 return 0
             time.sleep(0.2)
     except PlatformGaveUp:
-        if launch.attach(job.name) is not None:
+        if living.attach(job.name) is not None:
             raise
         say(f"{job.name} is not running any more; newest good checkpoint: {Run.find(job).newest() or 'none'}")
         return 0
@@ -190,7 +190,7 @@ def clean(job: Job, force: bool) -> int:
         return 0
     if not force:
         _refuse_a_living_run(job.name)
-    _tell(launch.reap(job.name), "the cluster")
+    _tell(living.reap(job.name), "the cluster")
     tasks = {
         ray.remote(num_cpus=0)(clear)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
@@ -206,7 +206,7 @@ def clean(job: Job, force: bool) -> int:
 
 
 def _refuse_a_living_run(name: str) -> None:
-    coordinator = launch.attach(name)
+    coordinator = living.attach(name)
     if coordinator is None:
         return
     fix = "`elastic stop` stops it with a save, --force ends it as it is"
@@ -240,7 +240,7 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
             print(store.get(key).decode(errors="replace"))
             said = True
     coordinator, ends = coordinator_of(job), dict[str, int]()
-    while coordinator is not None and (view := launch.view_of(coordinator, 2 * job.deadlines.lease_s)) is not None and not view.over:
+    while coordinator is not None and (view := living.view_of(coordinator, 2 * job.deadlines.lease_s)) is not None and not view.over:
         asked = {worker: node for worker, node in view.workers.items() if not workers or worker in workers}
         for worker, (end, text) in Reading(view.token, asked, ends).wait(ANSWER_S).items():
             if text:

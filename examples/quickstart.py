@@ -30,7 +30,8 @@ from typing import Any
 import ray
 from safetensors import safe_open
 
-from actors.launch import attach, launch
+from actors.launch import launch
+from actors.living import attach
 from actors.terminal import Screen
 from elastic import Job
 from elastic.data.prepare import prepare

@@ -14,7 +14,7 @@ import ray
 import torch
 
 import elastic
-from actors.launch import attach
+from actors.living import attach
 from actors.view import View
 from elastic.job import Job
 from elastic.report.ledger import ledger

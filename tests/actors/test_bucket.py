@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.launch import attach
+from actors.living import attach
 from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.data.prepare import prepare

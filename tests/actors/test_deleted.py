@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from actors.cli import main
-from actors.launch import attach, start
+from actors.launch import start
+from actors.living import attach
 from elastic.control.run import Stopped
 from elastic.job import Job
 from elastic.runs.run import Run

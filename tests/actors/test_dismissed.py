@@ -16,7 +16,7 @@ import ray
 from actors import relay
 from actors.coordinator import Coordinator, Lease, View
 from actors.keeper import GROUPS, Keeper
-from actors.launch import attach
+from actors.living import attach
 from actors.objects import UsersCode
 from actors.processes import clear, log_file, make_log_folder
 from actors.relay import Outbox

@@ -22,7 +22,7 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.launch import attach
+from actors.living import attach
 from actors.processes import log_folder
 from actors.view import View
 from elastic.control.takeover import MAX_DEATHS, UNREAD

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.launch import attach
+from actors.living import attach
 from actors.view import View
 from elastic.job import Job
 from tests.support.chaos import Witness, assert_nothing_left, trial

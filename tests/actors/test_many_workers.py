@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors import cluster, launch
+from actors import cluster, launch, living
 from actors.view import View
 from elastic.control import codec
 from elastic.report.ledger import ledger
@@ -68,7 +68,7 @@ class Storm:
             self.victims |= {worker for worker, node in view.workers.items() if node == gone}
             self.nodes.cut_power("n1")
         else:
-            coordinator = launch.attach(witness.job_name)
+            coordinator = living.attach(witness.job_name)
             assert coordinator is not None
             coordinator.stop.remote("enough was seen")
             return True

@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.launch import attach, launch
+from actors.launch import launch
+from actors.living import attach
 from elastic.config.sections import Workers
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.plan.memory import USABLE

@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from actors import cluster
-from actors.launch import attach
+from actors.living import attach
 from actors.view import View
 from elastic.control.takeover import UNREAD
 from elastic.job import Job

@@ -23,7 +23,7 @@ from tests.test_objects import CELL
 STEPS = 14
 PROGRAM = f"""{CELL}
 import os, signal, sys
-from actors.launch import attach
+from actors.living import attach
 from actors.terminal import Screen
 
 show = Screen().show

@@ -13,7 +13,8 @@ import pytest
 import ray
 
 from actors.cli import main
-from actors.launch import ask, attach, reap, start
+from actors.launch import start
+from actors.living import ask, attach, reap
 from elastic.errors import PlatformGaveUp
 from elastic.runs.run import Run
 from elastic.train.preflight import preflight

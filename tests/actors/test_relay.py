@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors import launch
+from actors import launch, living
 from actors.keeper import GROUPS
 from actors.objects import UsersCode
 from actors.processes import leave_nothing, make_log_folder
@@ -226,7 +226,7 @@ def test_a_keeper_that_stands_still_while_a_worker_of_its_node_dies_costs_nobody
             witness.seen[away[0]].process.kill()
         elif stopped and view.generation > stopped[0][2] and view.step >= stopped[0][3] + 5:
             os.kill(stopped[0][0], signal.SIGCONT)
-            coordinator = launch.attach(witness.job_name)
+            coordinator = living.attach(witness.job_name)
             assert coordinator is not None
             coordinator.stop.remote("enough was seen")
             return True

@@ -19,8 +19,8 @@ import ray
 
 from actors import cluster, run_commands
 from actors.cli import main
-from actors.launch import attach, reap, start
-from actors.living import coordinator_of
+from actors.launch import start
+from actors.living import attach, coordinator_of, reap
 from actors.prints import Prints
 from actors.processes import clear, log_file, log_folder, make_log_folder, remove_logs
 from actors.terminal import Screen

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from actors.cli import main
-from actors.launch import attach
+from actors.living import attach
 from elastic.job import Job
 from elastic.runs.run import Run
 from elastic.train.local import run_local

@@ -14,7 +14,8 @@ import ray
 
 from actors.chaos import Chaos, Hand, Strike
 from actors.cli import main
-from actors.launch import attach, launch
+from actors.launch import launch
+from actors.living import attach
 from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.ids import Version

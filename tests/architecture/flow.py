@@ -141,7 +141,7 @@ class Striker:
 
 
 def _stop(name: str) -> None:
-    from actors.launch import attach
+    from actors.living import attach
 
     attach(name).stop.remote("all is measured")  # type: ignore[union-attr]
 

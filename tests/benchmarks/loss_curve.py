@@ -30,7 +30,8 @@ import ray
 import torch
 
 from actors import cluster
-from actors.launch import attach, launch
+from actors.launch import launch
+from actors.living import attach
 from elastic.data.prepare import prepare
 from elastic.imports import load
 from elastic.job import Job

@@ -98,7 +98,7 @@ def measure(way: str, kills: int) -> dict[str, float | list[float]]:
 
 def strike(name: str, kills: int) -> None:
     """Kills a worker whenever both are there, then stops the run."""
-    from actors.launch import attach
+    from actors.living import attach
 
     killed = 0
     while killed <= kills:

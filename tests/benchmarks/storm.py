@@ -29,7 +29,8 @@ from typing import Any
 import ray
 
 from actors.chaos import Chaos, Strike
-from actors.launch import Result, attach, launch, reap
+from actors.launch import Result, launch
+from actors.living import attach, reap
 from actors.view import View
 from elastic.job import Job
 from elastic.report.ledger import ledger

@@ -37,7 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from actors import cluster
-from actors.launch import attach, launch
+from actors.launch import launch
+from actors.living import attach
 from elastic.data.cursor import Cursor
 from elastic.data.prepare import prepare
 from elastic.data.tokens import TokenDataset

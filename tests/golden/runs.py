@@ -20,7 +20,8 @@ from typing import Any
 import ray
 
 from actors import cluster
-from actors.launch import attach, launch
+from actors.launch import launch
+from actors.living import attach
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from tests.golden.jobs import final_hash, job_in, settings_of

@@ -17,7 +17,8 @@ from typing import Any
 
 import ray
 
-from actors.launch import Result, attach, launch
+from actors.launch import Result, launch
+from actors.living import attach
 from elastic.control import codec
 from elastic.data.cursor import Cursor
 from elastic.imports import load

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import ray
 
-from actors.launch import attach
+from actors.living import attach
 from actors.view import View
 from elastic.job import Job
 from tests.support.job_file import to_toml

@@ -11,7 +11,8 @@ from typing import Any
 
 import ray
 
-from actors.launch import attach, launch
+from actors.launch import launch
+from actors.living import attach
 from elastic.report.recoveries import Recovery, recoveries
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from errno import EACCES, ENOENT, ENOTDIR, EPERM, EROFS
 from functools import partial
-from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
@@ -22,7 +20,6 @@ from elastic.engine.batch_norm import tracking
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.kept import reader_of_fp8
 from elastic.engine.optim.trial import check_rule
-from elastic.engine.paged import RESIDENT
 from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError
@@ -31,7 +28,7 @@ from elastic.imports import failure
 from elastic.job import Job
 from elastic.kernels.attention import Kernel
 from elastic.models.flops import flops_of
-from elastic.plan.copy_budget import amount, explained
+from elastic.plan.copy_budget import amount
 from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.runs import code, data, forks
@@ -44,10 +41,10 @@ from elastic.sources import Sources, sources_of
 from elastic.state.heal import WEIGHTS
 from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
+from elastic.train import demands
 from elastic.train.counters import Counters
 from elastic.train.errands import check_samples
 from elastic.train.estimate import unnamed_policy
-from elastic.train.machine.device import need_of
 from elastic.train.model import AS_IT_IS_THERE, build_model, builder_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session, unlike_held_out
 from elastic.train.step import Session
@@ -56,19 +53,6 @@ from storage.errors import Unavailable
 from storage.objects import ObjectStore
 from storage.objects.selftest import check
 from storage.slices import Tensor
-
-SLOW = 5e8
-"""Bytes of state a second at which a slow bucket fills a forming world."""
-SLOW_DISK = 1e9
-"""Bytes of state a second that a disk reads while it writes as many; the workers of a node share it."""
-LARGE = 1e9
-"""Bytes of state from which on a device or a node may have too little memory for all of it."""
-TRIVIAL = 1e6
-"""Bytes of state below which nobody needs to know what its copies take."""
-TELLING_S = 10.0
-"""Seconds of initialisation on a CPU from which on the user is told of them."""
-DRAWS = 2
-"""Number of times that an initialisation draws a value, as an estimate: in the constructors of layers, and in ``init_weights``."""
 
 WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
 """Errors of a write that say that the folder is the wrong one.  Of others, such as a full disk, the job knows nothing."""
@@ -129,7 +113,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
             origin = Run(job.replace(name=start.origin.run), run.store)
             code.check_that_of(origin, start.origin.version, sources, accept=accept_code or start.origin.version.step >= job.steps)
     if (newest := run.newest()) is None:
-        notes += _initialising(job, model)
+        notes += demands.initialising(job, model)
     else:
         at = start.at if start is not None and start.at is not None else newest
         notes += _quarantined(job, run.checkpoints.open(at), at) if at.step else []
@@ -139,8 +123,8 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     notes += _attention(job, model, session.loader.dataset)
     if local:
         return Checked(build, [*notes, *_unused(job)], sources)
-    notes += [*filter(None, [unnamed_policy(tried, tensors)]), *_copying(job, state_bytes), *_hosting(job, tensors)]
-    return Checked(build, [*notes, *_forming(job, state_bytes), *_updating(job, state_bytes)], sources)
+    notes += [*filter(None, [unnamed_policy(tried, tensors)]), *demands.copying(job, state_bytes), *demands.hosting(job, tensors)]
+    return Checked(build, [*notes, *demands.forming(job, state_bytes), *demands.updating(job, state_bytes)], sources)
 
 
 def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> list[str]:
@@ -318,77 +302,6 @@ def _unused(job: Job) -> list[str]:
     if job.validation.by == "spares" and job.validation.every:
         notes.append("--local has no spares for validation.by = 'spares': this process validates by itself, between steps")
     return notes
-
-
-def _copying(job: Job, state_bytes: int) -> list[str]:
-    """Returns a sentence about the memory that copies take, unless there are such and it is trivial."""
-    if state_bytes < TRIVIAL and job.copies.copy_every != 0 and not job.offload_folder:
-        return []
-    rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts()]
-    sizes, folder = (state_bytes / cells[-1], state_bytes / min(cells)), job.offload_folder
-    text = explained(*sizes, rules.copy_every, rules.buddy_every, offload=job.offloads, folder=folder)
-    if rules.layout.dp_shard is None and cells[-1] < job.workers.max and state_bytes >= LARGE:
-        text += "; less where a device or a node has too little memory, because more workers share the state then"
-    return [text]
-
-
-def _hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
-    """Returns a sentence about the memory of the host that weights take beside the state."""
-    hosted = need_of(job, tensors).hosted
-    return [f"weights with which the model computes take {amount(hosted)} more of the node's memory for each worker"] if hosted else []
-
-
-def _initialising(job: Job, model: nn.Module) -> list[str]:
-    """Returns a sentence about an initialisation on the CPU that takes long."""
-    sizes = [(each.numel(), each.nbytes) for each in (*model.parameters(), *model.buffers())]
-    numbers, whole, largest = (sum(n for n, _ in sizes), sum(size for _, size in sizes), max((size for _, size in sizes), default=0))
-    alone, form_s = job.numerics == 1, job.deadlines.form_s
-    takes_s = DRAWS * numbers * _draw_s() if alone or not job.workers.gpus else 0.0
-    if takes_s < TELLING_S:
-        return []
-    if alone:
-        longer = f"; deadlines.form_s = {form_s:g} must be longer" if takes_s > form_s / 2 else ""
-        took = f"about {takes_s:.0f} s, in {amount(whole)} of memory{longer}"
-        return [f"numerics = 1: the first worker initialises the whole model on its CPU: {took}"]
-    there = f"{amount(RESIDENT + 2 * largest)} of memory beside its part"
-    return [f"every worker initialises the model by itself on its CPU: about {takes_s:.0f} s before the first step, and up to {there}"]
-
-
-def _draw_s() -> float:
-    """Returns the seconds in which this machine draws one normal number on one thread; a worker is taken to be as fast."""
-    threads, numbers, found = torch.get_num_threads(), torch.empty(2**18), list[float]()
-    torch.set_num_threads(1)
-    for _ in range(3):
-        began = time.perf_counter()
-        numbers.normal_(generator=torch.Generator())
-        found.append((time.perf_counter() - began) / numbers.numel())
-    torch.set_num_threads(threads)
-    return min(found)
-
-
-def _forming(job: Job, state_bytes: int) -> list[str]:
-    """Returns a warning if the state is so large that the forming deadline could stop a world that is still being filled."""
-    takes_s, form_s = state_bytes / SLOW, job.deadlines.form_s
-    if takes_s <= form_s / 2:
-        return []
-    return [
-        f"deadlines.form_s = {form_s:g} may be too short for {amount(state_bytes)} of state: at {amount(SLOW)} a second, as of a slow "
-        f"bucket, they take {takes_s:.0f} s, and a world that is not ready by then is formed anew; set it to {ceil(2 * takes_s)} or more"
-    ]
-
-
-def _updating(job: Job, state_bytes: int) -> list[str]:
-    """Returns a warning if the state in files is so large that a fence may not wait for the end of an update."""
-    part, fence_s = state_bytes / min(map(number_of_cells, job.layouts())), job.deadlines.fence_s
-    takes_s = part / SLOW_DISK
-    if not job.offload_folder or takes_s <= fence_s / 2:
-        return []
-    return [
-        f"deadlines.fence_s = {fence_s:g} may be too short for an update of {amount(part)} of state in files, a worker's part where the "
-        f"fewest share it: at {amount(SLOW_DISK)} a second it takes {takes_s:.0f} s if the disk serves one worker, and as much more for "
-        f"each other worker of the node; a worker that does not answer a fence in time is ended; set it to {ceil(2 * takes_s)} or more for "
-        f"each worker of a node, and deadlines.stall_s too"
-    ]
 
 
 def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:

@@ -1,0 +1,101 @@
+"""Tells before a run starts what it will take: memory of its nodes, and time, where that is near to a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import ceil
+
+import torch
+from torch import nn
+
+from elastic.engine.paged import RESIDENT
+from elastic.job import Job
+from elastic.plan.copy_budget import amount, explained
+from elastic.plan.placement import number_of_cells
+from elastic.train.machine.device import need_of
+from storage.slices import Tensor
+
+SLOW = 5e8
+"""Bytes of state a second at which a slow bucket fills a forming world."""
+SLOW_DISK = 1e9
+"""Bytes of state a second that a disk reads while it writes as many; the workers of a node share it."""
+LARGE = 1e9
+"""Bytes of state from which on a device or a node may have too little memory for all of it."""
+TRIVIAL = 1e6
+"""Bytes of state below which nobody needs to know what its copies take."""
+TELLING_S = 10.0
+"""Seconds of initialisation on a CPU from which on the user is told of them."""
+DRAWS = 2
+"""Number of times that an initialisation draws a value, as an estimate: in the constructors of layers, and in ``init_weights``."""
+
+
+def copying(job: Job, state_bytes: int) -> list[str]:
+    """Returns a sentence about the memory that copies take, unless there are such and it is trivial."""
+    if state_bytes < TRIVIAL and job.copies.copy_every != 0 and not job.offload_folder:
+        return []
+    rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts()]
+    sizes, folder = (state_bytes / cells[-1], state_bytes / min(cells)), job.offload_folder
+    text = explained(*sizes, rules.copy_every, rules.buddy_every, offload=job.offloads, folder=folder)
+    if rules.layout.dp_shard is None and cells[-1] < job.workers.max and state_bytes >= LARGE:
+        text += "; less where a device or a node has too little memory, because more workers share the state then"
+    return [text]
+
+
+def hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
+    """Returns a sentence about the memory of the host that weights take beside the state."""
+    hosted = need_of(job, tensors).hosted
+    return [f"weights with which the model computes take {amount(hosted)} more of the node's memory for each worker"] if hosted else []
+
+
+def initialising(job: Job, model: nn.Module) -> list[str]:
+    """Returns a sentence about an initialisation on the CPU that takes long."""
+    sizes = [(each.numel(), each.nbytes) for each in (*model.parameters(), *model.buffers())]
+    numbers, whole, largest = (sum(n for n, _ in sizes), sum(size for _, size in sizes), max((size for _, size in sizes), default=0))
+    alone, form_s = job.numerics == 1, job.deadlines.form_s
+    takes_s = DRAWS * numbers * _draw_s() if alone or not job.workers.gpus else 0.0
+    if takes_s < TELLING_S:
+        return []
+    if alone:
+        longer = f"; deadlines.form_s = {form_s:g} must be longer" if takes_s > form_s / 2 else ""
+        took = f"about {takes_s:.0f} s, in {amount(whole)} of memory{longer}"
+        return [f"numerics = 1: the first worker initialises the whole model on its CPU: {took}"]
+    there = f"{amount(RESIDENT + 2 * largest)} of memory beside its part"
+    return [f"every worker initialises the model by itself on its CPU: about {takes_s:.0f} s before the first step, and up to {there}"]
+
+
+def forming(job: Job, state_bytes: int) -> list[str]:
+    """Returns a warning if the state is so large that the forming deadline could stop a world that is still being filled."""
+    takes_s, form_s = state_bytes / SLOW, job.deadlines.form_s
+    if takes_s <= form_s / 2:
+        return []
+    return [
+        f"deadlines.form_s = {form_s:g} may be too short for {amount(state_bytes)} of state: at {amount(SLOW)} a second, as of a slow "
+        f"bucket, they take {takes_s:.0f} s, and a world that is not ready by then is formed anew; set it to {ceil(2 * takes_s)} or more"
+    ]
+
+
+def updating(job: Job, state_bytes: int) -> list[str]:
+    """Returns a warning if the state in files is so large that a fence may not wait for the end of an update."""
+    part, fence_s = state_bytes / min(map(number_of_cells, job.layouts())), job.deadlines.fence_s
+    takes_s = part / SLOW_DISK
+    if not job.offload_folder or takes_s <= fence_s / 2:
+        return []
+    return [
+        f"deadlines.fence_s = {fence_s:g} may be too short for an update of {amount(part)} of state in files, a worker's part where the "
+        f"fewest share it: at {amount(SLOW_DISK)} a second it takes {takes_s:.0f} s if the disk serves one worker, and as much more for "
+        f"each other worker of the node; a worker that does not answer a fence in time is ended; set it to {ceil(2 * takes_s)} or more for "
+        f"each worker of a node, and deadlines.stall_s too"
+    ]
+
+
+def _draw_s() -> float:
+    """Returns the seconds in which this machine draws one normal number on one thread; a worker is taken to be as fast."""
+    threads, numbers, found = torch.get_num_threads(), torch.empty(2**18), list[float]()
+    torch.set_num_threads(1)
+    for _ in range(3):
+        began = time.perf_counter()
+        numbers.normal_(generator=torch.Generator())
+        found.append((time.perf_counter() - began) / numbers.numel())
+    torch.set_num_threads(threads)
+    return min(found)

@@ -1,4 +1,4 @@
-"""The journal of a run, and the claims on it.
+"""Writes the journal of a run.
 
 Object stores cannot append.  So the journal is a sequence of create-only objects.  An object has a head, the records of at most five
 seconds, and the digest of both.  The head is a snapshot of all that was known before, or a reference to the object with the last snapshot.
@@ -30,13 +30,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import FileIO
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from storage.documents import seal, unseal
-from storage.errors import Deposed, Exists, Missing, StorageError
+from storage.errors import Deposed, Exists, StorageError
 from storage.journal.objects import CONTINUED, Json, key_of, line, packed
 from storage.objects import ObjectStore
 
@@ -297,56 +295,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def claim_owner(store: ObjectStore, run: str, information: Json, after: int | None = None) -> int:
-    """Claims the next free incarnation by a create-only write, and returns it.
-
-    With ``after`` it is the one after that.  Raises :class:`Exists` if somebody else has claimed it.
-    """
-    number = (latest_claim(store, run) if after is None else after) + 1
-    while True:
-        try:
-            store.put_if_absent(_claim(run, number), seal({"format": 1, "incarnation": number, **information}))
-        except Exists:
-            if after is not None:
-                raise
-            number += 1
-        else:
-            return number
-
-
-def owners(store: ObjectStore, run: str) -> dict[int, Json]:
-    """Returns the information that each claimant of the run wrote, by incarnation."""
-    return {number: _claimed(store, run, number) for number in _claims(store, run)}
-
-
-def newest_owner(store: ObjectStore, run: str) -> Json | None:
-    """Returns the information that the newest claimant of the run wrote, or None."""
-    latest = latest_claim(store, run)
-    return _claimed(store, run, latest) if latest else None
-
-
-def owner_of(store: ObjectStore, run: str, number: int) -> Json | None:
-    """Returns the information that the claimant of incarnation ``number`` wrote, or None if its claim is gone."""
-    with suppress(Missing):
-        return _claimed(store, run, number)
-    return None
-
-
-def _claimed(store: ObjectStore, run: str, number: int) -> Json:
-    key = _claim(run, number)
-    return unseal(store.get(key), store.full_name(key), 1)
-
-
-def latest_claim(store: ObjectStore, run: str) -> int:
-    """Returns the highest incarnation that was claimed, or 0."""
-    return max(_claims(store, run), default=0)
-
-
-def _claims(store: ObjectStore, run: str) -> list[int]:
-    return [int(PurePosixPath(key).stem) for key in store.list(f"{run}/owner/")]
-
-
-def _claim(run: str, number: int) -> str:
-    return f"{run}/owner/{number:06d}.json"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import Damaged, Deposed, Exists, Unavailable
-from storage.journal import CONTINUATIONS, SEGMENT_RECORDS, Journal, claim_owner, newest, owners, parse, read, records, replicas
+from storage.errors import Damaged, Deposed, Unavailable
+from storage.journal import CONTINUATIONS, SEGMENT_RECORDS, Journal, newest, parse, read, records, replicas
 from storage.journal.objects import key_of, packed, unpacked
 from storage.objects import Data, ObjectStore
 from tests.support.full_disk import full_disk
@@ -440,37 +440,6 @@ def test_any_flipped_or_missing_byte_is_noticed(store: Moody, three_segments: li
             records(store, "run")
     store.put(key, good)
     assert len(records(store, "run")) == 6
-
-
-# ---- claims
-
-
-def test_incarnations_are_claimed_once(store: Moody) -> None:
-    assert owners(store, "run") == {}
-    assert [claim_owner(store, "run", {"address": name}) for name in "abc"] == [1, 2, 3]
-    assert {number: claim["address"] for number, claim in owners(store, "run").items()} == {1: "a", 2: "b", 3: "c"}
-    assert claim_owner(store, "other", {}) == 1
-
-
-def test_of_many_claimants_each_gets_a_number_of_its_own(tmp_path: Path) -> None:
-    store, numbers = ObjectStore.open(str(tmp_path)), list[int]()
-    threads = [threading.Thread(target=lambda: numbers.append(claim_owner(store, "run", {}))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(numbers) == list(range(1, 9))
-
-
-def test_a_damaged_claim_is_named_and_stays_claimed(store: Moody) -> None:
-    claim_owner(store, "run", {"address": "a"})
-    key = "run/owner/000001.json"
-    store.put(key, store.get(key).replace(b'"a"', b'"b"'))
-    with pytest.raises(Damaged, match=key):
-        owners(store, "run")
-    assert claim_owner(store, "run", {}) == 2
-    with pytest.raises(Exists):
-        store.put_if_absent(key, b"")
 
 
 def test_what_was_appended_is_shipped_at_once_where_that_is_asked_for(store: Moody, start: Callable[..., Journal]) -> None:

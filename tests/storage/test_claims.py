@@ -1,0 +1,47 @@
+"""The claims on a run: each incarnation is claimed once."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from storage.errors import Damaged, Exists
+from storage.journal import claim_owner, owners
+from storage.objects import ObjectStore
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> ObjectStore:
+    return ObjectStore.open(f"memory://{request.node.name}")
+
+
+def test_incarnations_are_claimed_once(store: ObjectStore) -> None:
+    assert owners(store, "run") == {}
+    assert [claim_owner(store, "run", {"address": name}) for name in "abc"] == [1, 2, 3]
+    assert {number: claim["address"] for number, claim in owners(store, "run").items()} == {1: "a", 2: "b", 3: "c"}
+    assert claim_owner(store, "other", {}) == 1
+
+
+def test_of_many_claimants_each_gets_a_number_of_its_own(tmp_path: Path) -> None:
+    store, numbers = ObjectStore.open(str(tmp_path)), list[int]()
+    threads = [threading.Thread(target=lambda: numbers.append(claim_owner(store, "run", {}))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == list(range(1, 9))
+
+
+def test_a_damaged_claim_is_named_and_stays_claimed(store: ObjectStore) -> None:
+    claim_owner(store, "run", {"address": "a"})
+    key = "run/owner/000001.json"
+    store.put(key, store.get(key).replace(b'"a"', b'"b"'))
+    with pytest.raises(Damaged, match=key):
+        owners(store, "run")
+    assert claim_owner(store, "run", {}) == 2
+    with pytest.raises(Exists):
+        store.put_if_absent(key, b"")

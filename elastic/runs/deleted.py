@@ -2,6 +2,10 @@
 
 Such a run trains on, and its next save makes the folder again.  But without ``job.json`` nobody could go on from what it saves, and
 without its claim no command would find it.  So its coordinator looks for both before it writes a manifest.
+
+Where nothing is missing that takes three requests, none of which stands for another.  The list of the claims shows a newer one.  The
+claim itself shows whose it is: a run that was begun anew in the same place has claims of the same numbers.  And ``job.json`` may be
+missing alone.
 """
 
 from __future__ import annotations

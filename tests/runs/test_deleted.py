@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from storage.errors import Damaged, Deposed
 from storage.journal import Journal, newest
 from storage.objects import ObjectStore
 from tests.runs.test_forks import job_of, trained
+from tests.support.stores import Forwarding
 
 pytestmark = pytest.mark.fast
 
@@ -66,6 +68,27 @@ def test_a_run_that_was_begun_anew_in_the_place_of_a_deleted_one_is_left_alone(t
     with pytest.raises(Deposed, match=f"owner/{claims:06d}"):
         put_back(run, number, "its life", lambda: run.claim("here", "its life", after=number - 1))
     assert sorted(tmp_path.rglob("*")) == there
+
+
+def test_a_save_asks_three_things_where_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many coordinators and branches the run has had.  The control: more is asked, and written, where something is missing."""
+    run = Run.open(began(job_of(tmp_path, steps=6), "branch"))
+    number = [run.claim("here", "its life") for _ in range(3)][-1]
+    asked = list[tuple[str, str]]()
+    for request in ("put", "put_if_absent", "get", "size", "children", "list", "delete"):
+
+        def noted(self: Forwarding, key: str, *arguments: Any, request: str = request) -> Any:
+            asked.append((request, key))
+            return getattr(self.store, request)(key, *arguments)
+
+        monkeypatch.setattr(Forwarding, request, noted)
+    watched = Run(run.job, Forwarding(run.store))
+    assert put_back(watched, number, "its life", lambda: None) == ""
+    assert asked == [("list", "run/owner/"), ("get", f"run/owner/{number:06d}.json"), ("size", "run/job.json")]
+    shutil.rmtree(tmp_path / "run")
+    asked.clear()
+    assert put_back(watched, number, "its life", lambda: watched.claim("here", "its life", after=number - 1)) != ""
+    assert [key for request, key in asked if request == "put_if_absent"] == ["run/job.json", f"run/owner/{number:06d}.json"]
 
 
 def test_the_job_of_a_run_with_branches_in_the_bucket_is_not_guessed(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
 from elastic.runs import forks
 from elastic.state.digest import digests
+from elastic.state.hosts import Access, read
 from elastic.state.initialise import initialise
 from elastic.state.shard import DTYPES, Home, Key, Shard, place_of
-from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.state.streaming import look_at
 from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, misfit

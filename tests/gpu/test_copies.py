@@ -18,15 +18,14 @@ from elastic.plan.layout import Layout
 from elastic.plan.transfer import moves
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
-from elastic.state import node_memory, pins, snapshot
+from elastic.state import hosts, node_memory, pins, snapshot
 from elastic.state.digest import digests
 from elastic.state.heal import nothing
+from elastic.state.hosts import Access
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import BLOCK, Region, frame
 from elastic.state.shard import Shard
 from elastic.state.snapshot import Snapshots
-from elastic.state.sources import hosts
-from elastic.state.sources.hosts import Access
 from elastic.state.staging import StagingStream
 from tests.state.test_copies import AT, AUTO, SECRET, TENSORS, equal, outcome, shard_of
 from tests.support.cells import cell

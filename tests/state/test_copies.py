@@ -18,12 +18,12 @@ from elastic.plan.transfer import moves, reads_copies
 from elastic.protocol.commit_record import NO_COPIES, Copied
 from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
+from elastic.state import hosts
 from elastic.state.digest import digests
+from elastic.state.hosts import TURN
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import BLOCK, Region, frame
 from elastic.state.snapshot import Snapshots
-from elastic.state.sources import hosts
-from elastic.state.sources.hosts import TURN
 from elastic.state.staging import STAGE
 from elastic.state.wire import Wire
 from tests.state.nodes import AT, AUTO, SECRET, TENSORS, cluster, enter, equal, heal, later, outcome, shard_of

@@ -28,11 +28,11 @@ from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding, missing, moves
 from elastic.protocol.plan import Plan
 from elastic.state.heal import from_bucket, from_members
+from elastic.state.hosts import Access, read
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
 from elastic.state.shard import DTYPES, Shard
 from elastic.state.snapshot import Snapshots
-from elastic.state.sources.hosts import Access, read
 from elastic.state.staging import StagingStream
 from elastic.state.uploader import Part, upload
 from elastic.train.counters import Counters

@@ -21,7 +21,7 @@ from elastic.plan.placement import cell_of
 from elastic.plan.placement import held as held_at
 from elastic.plan.transfer import Holding, missing, moves
 from elastic.protocol.plan import Plan
-from elastic.state.sources.hosts import _turns
+from elastic.state.hosts import _turns
 from elastic.train.model import build_model, builder_of, tensors_of
 from storage.slices import Tensor
 

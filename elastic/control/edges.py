@@ -61,11 +61,9 @@ def enter(decision: Decision, state: State) -> None:
 def form(decision: Decision) -> None:
     """Begins the next generation with the present workers, or waits if they are too few."""
     run, plan = decision.run, make_plan(decision.run, decision.rules)
-    if plan is None:
-        return _wait(decision, _shortage(decision))
-    if keepers := copy_inventory.awaited(decision, plan):
-        missing = f"{len(keepers)} of {count(len(run.cluster.keepers), 'keeper')} have not said yet which copies they hold"
-        return _wait(decision, f"{missing}; those may be newer than step {plan.version.step}")
+    why = missing(decision, plan)
+    if plan is None or why:
+        return _wait(decision, why)
     given_up = lineage.abandoned(run.history.lineage, plan.version)
     _take_up(decision, plan)
     if run.saves.by_keepers:
@@ -79,6 +77,16 @@ def form(decision: Decision) -> None:
         several = f"generation {plan.generation} has members of several kinds ({' and '.join(kinds)})"
         decision.say(f"{several}: its steps are marked as mixed, since their bits cannot be reproduced")
     admission.refuse_other_kinds(decision)
+
+
+def missing(decision: Decision, plan: Plan | None) -> str:
+    """Returns what is missing for ``plan``, the best one that there is, to be formed now; "" if nothing is."""
+    if plan is None:
+        return _shortage(decision)
+    if keepers := copy_inventory.awaited(decision, plan):
+        silent = f"{len(keepers)} of {count(len(decision.run.cluster.keepers), 'keeper')} have not said yet which copies they hold"
+        return f"{silent}; those may be newer than step {plan.version.step}"
+    return ""
 
 
 def _wait(decision: Decision, why: str) -> None:

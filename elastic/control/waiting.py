@@ -9,15 +9,15 @@ from elastic.control.decision import Decision, count
 from elastic.control.growth import expects_more
 from elastic.control.run import Failed, Finished, Refusal, Waiting
 from elastic.control.saves import target_is_saved
-from elastic.control.seating import candidates, layout_of, least_shard
-from elastic.ids import WorkerId
+from elastic.control.seating import candidates, layout_of, least_shard, make_plan
+from elastic.ids import NodeId, WorkerId
 
 
 def go_on(decision: Decision, state: Waiting) -> None:
     run, rules = decision.run, decision.rules
     if _more_join(decision):
         return
-    there = candidates(run, rules)
+    there, waited = candidates(run, rules), decision.due(max(state.since, run.takeover.blind_until) + rules.wait_s)
     begun = run.members.seats or run.takeover.unread  # unread: a coordinator whose journal could not be read may have begun
     if target_is_saved(run, rules):
         edges.end(decision, Finished(), f"finished: step {run.history.saved[-1].step} is in the bucket")
@@ -25,14 +25,14 @@ def go_on(decision: Decision, state: Waiting) -> None:
         edges.end_as_asked(decision)
     elif not begun and (split := [refusal for refusal in run.cluster.refused.values() if refusal.shared]):
         edges.end(decision, Failed(split[0].why, _of_job(split[:1])), "no step has run yet, so the run ends now")
-    elif decision.due(run.takeover.blind_until) and not _waits_for_others(decision, state, there):
+    elif decision.due(run.takeover.blind_until) and not _waits_for_others(decision, state, there, waited):
         edges.form(decision)
     if not isinstance(decision.run.state, Waiting):
         return
-    if decision.due(max(state.since, run.takeover.blind_until) + rules.wait_s):
-        edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, there)}"))
+    if waited:
+        edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, state, there)}"))
     elif not begun and _only_refused_are_left(decision, state):
-        none = f"no node has room for a worker that can be a member: {_have(decision, there)}"
+        none = f"no node has room for a worker that can be a member: {_have(decision, state, there)}"
         edges.end(decision, Failed(none, _of_job([*run.cluster.refused.values()])))
 
 
@@ -53,17 +53,18 @@ def _more_join(decision: Decision) -> bool:
     return not waited and len(run.workers) < rules.max_workers and decision.now - newest.joined_at < rules.grow_debounce_s
 
 
-def _waits_for_others(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> bool:
-    """Returns whether a new world waits for workers that are on their way.  Survivors never wait."""
-    fresh = not frozenset(decision.run.members.seats).intersection(there)
-    return fresh and (expects_more(decision.run, there, decision.now, decision.rules) or _looks_at_nodes(decision, state))
+def _waits_for_others(decision: Decision, state: Waiting, there: tuple[WorkerId, ...], waited: bool) -> bool:
+    """Returns whether a new world waits for workers that are on their way.  Survivors never wait, nor does who has ``waited`` enough."""
+    if frozenset(decision.run.members.seats).intersection(there):
+        return False
+    more = not waited and expects_more(decision.run, there, decision.now, decision.rules)
+    return more or (bool(_unchecked(decision)) and decision.now - state.since < decision.rules.form_s)
 
 
-def _looks_at_nodes(decision: Decision, state: Waiting) -> bool:
-    """Returns whether a node is neither approved nor refused yet; the first world begins only after all nodes were checked."""
+def _unchecked(decision: Decision) -> list[NodeId]:
+    """Returns the nodes that are neither approved nor refused yet; the first world begins only after all nodes were checked."""
     cluster = decision.run.cluster
-    open_ = [node for node, checked in cluster.nodes.items() if not checked and node not in cluster.refused]
-    return bool(open_) and decision.now - state.since < decision.rules.form_s
+    return [node for node, checked in cluster.nodes.items() if not checked and node not in cluster.refused]
 
 
 def _only_refused_are_left(decision: Decision, state: Waiting) -> bool:
@@ -76,7 +77,8 @@ def _only_refused_are_left(decision: Decision, state: Waiting) -> bool:
     return nothing_to_come and bool(refused or len(candidates(run, decision.rules)) < len(run.workers))
 
 
-def _have(decision: Decision, there: Sequence[WorkerId]) -> str:
+def _have(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> str:
+    """Returns which workers there are and, if they are enough, what else a world still waits for."""
     run = decision.run
     refused = [refusal.why for refusal in run.cluster.refused.values()]
     others = [f"{worker} on node {known.node[:8]} is {known.kind}" for worker, known in run.workers.items() if worker not in there]
@@ -84,4 +86,9 @@ def _have(decision: Decision, there: Sequence[WorkerId]) -> str:
     shards, layout = least_shard(run.members, there), decision.rules.layout
     if shards > layout.min_shard and layout.dp_shard is None and layout_of(run, tuple(there), decision.rules) is None:
         have += f", and the state fits the memory of {shards} or more"
+    elif len(there) >= decision.rules.min_workers and _waits_for_others(decision, state, there, waited=True):
+        open_ = _unchecked(decision)
+        have += f", but {count(len(open_), 'node')} {'is' if len(open_) == 1 else 'are'} not checked yet, and the first world waits for that"
+    elif len(there) >= decision.rules.min_workers and (why := edges.missing(decision, make_plan(run, decision.rules))):
+        have += f", but {why}"
     return "; ".join((have, *refused, *others))

@@ -257,6 +257,36 @@ def test_waiting_has_a_budget() -> None:
     assert isinstance(play.run.state, Failed) and play.did(Exit) == [Exit((WorkerId("w2"),))]
 
 
+def test_if_the_workers_are_enough_it_is_said_what_else_is_waited_for() -> None:
+    """The number alone would read as if it were missing.  The control is the test before this one: a number that is too small."""
+    play = Play(rules(wait_s=10.0))
+    for node in ("n1", "n2"):
+        play.tell(ev.NodeFound(NodeId(node)))
+    play.tell(ev.Capacity(1))
+    play.join("w1")  # the keeper of n2 does not come up
+    said = "waited 10 s for workers: 1 worker of at least 1, but 1 node is not checked yet, and the first world waits for that"
+    assert play.later(10.0) == said and isinstance(play.run.state, Failed)
+
+    play = Play(rules(wait_s=10.0))
+    play.tell(ev.Capacity(1))
+    play.tell(ev.Joined(WorkerId("w1"), NodeId("n1"), "cpu", CLASSES))
+    play.tell(ev.Capacity(0))
+    assert play.later(10.0) == "waited 10 s for workers: 1 worker of at least 1, but no keeper is there to host the store"
+
+
+def test_a_run_with_enough_workers_does_not_fail_for_want_of_more() -> None:
+    """The second one is on its way for longer than a run waits at all.  The control: it fails if the second one is needed."""
+    for least in (1, 2):
+        play = Play(rules(min_workers=least, wait_s=10.0, grow_debounce_s=60.0))
+        play.tell(ev.Capacity(2))
+        play.join("w1")
+        assert isinstance(play.run.state, Waiting)
+        reason = play.later(10.0)
+        assert reason == (
+            "form generation 1 of w1 (1×1) at step 0 (init)" if least == 1 else "waited 10 s for workers: 1 worker of at least 2"
+        )
+
+
 def test_a_worker_too_few_is_not_left_behind_when_another_comes() -> None:
     play = stepping(2, min_workers=2)
     play.steps(1, 3)

@@ -161,6 +161,7 @@ def refuse_node(decision: Decision, node: NodeId, why: str, shared: bool = False
     membership.expel(decision, unseated, "its node is refused")
     if node not in run.cluster.refused:
         decision.know("cluster", refused={**run.cluster.refused, node: Refusal(why, decision.now, shared, by_job)})
-        decision.say(f"node {node[:8]} is refused: {why}")
+        refused = f"node {node[:8]} is refused"
+        decision.say(f"{why}; {refused}" if by_job else f"{refused}: {why}")  # a fault of the job comes first: it is not the node's
     decision.know("cluster", slots=0)
     decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)

@@ -32,8 +32,8 @@ def go_on(decision: Decision, state: Waiting) -> None:
     if waited:
         edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, state, there)}"))
     elif not begun and _only_refused_are_left(decision, state):
-        none = f"no node has room for a worker that can be a member: {_have(decision, state, there)}"
-        edges.end(decision, Failed(none, _of_job([*run.cluster.refused.values()])))
+        none, fault = "no node has room for a worker that can be a member", _of_job([*run.cluster.refused.values()])
+        edges.end(decision, Failed(f"{fault}; {none}" if fault else f"{none}: {_have(decision, state, there)}", fault))
 
 
 def _of_job(refusals: Sequence[Refusal]) -> str:

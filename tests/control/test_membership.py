@@ -120,13 +120,16 @@ def test_a_run_that_no_node_can_do_ends_with_an_error_of_the_job(faults: tuple[b
     """If it is the job that asks for too much on each of them.  The controls: a node that is refused for another reason."""
     play = begun(min_workers=1)
     for number, fault in enumerate(faults, 1):
-        play.tell(ev.NodeRefused(NodeId(f"n{number}"), f"n{number} lacks it", by_job=fault))
+        said = play.tell(ev.NodeRefused(NodeId(f"n{number}"), f"n{number} lacks it", by_job=fault))
+        refused = f"node n{number} is refused"
+        assert said == (f"n{number} lacks it{CHECKED}; {refused}" if fault else f"{refused}: n{number} lacks it{CHECKED}"), "its own come first"
     for worker in [*play.run.members.starting]:
         assert play.tell(ev.StartFailed(worker, "its node is refused")) == f"{worker} did not start (its node is refused)"
     play.tell(ev.Capacity(0))
     play.later(11.0)
     assert isinstance(play.run.state, Failed)
     assert "n1 lacks it" in play.run.state.reason
+    assert play.run.state.reason.startswith("n1 lacks it" if all(faults) else "no node has room for a worker"), "its own come first"
     assert play.run.state.job_error == (f"n1 lacks it{CHECKED}; n2 lacks it{CHECKED}" if all(faults) else "")
 
 

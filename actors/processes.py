@@ -12,7 +12,7 @@ import struct
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from elastic.errors import JobError
@@ -112,6 +112,15 @@ def _locked(folder: Path, how: int) -> int | None:
 def log_file(run: str, worker: str) -> Path:
     """Returns the file on its node that holds what the worker printed."""
     return log_folder(run) / f"{worker}.log"
+
+
+def left_here(name: str, lives: Collection[str]) -> list[Path]:
+    """Returns the logs of workers that ``lives`` of the run have left on this node, oldest life first.
+
+    The lives are known by the random text at the end of their names: another bucket may have a run of that name, too.
+    """
+    folders = sorted(log_folder("").glob(f"{name}-????-??????")) if _is_ours(log_folder("")) else ()
+    return [path for folder in folders if folder.name[-6:] in lives for path in sorted(folder.glob("*.log"))]
 
 
 def remove_logs(run: str) -> None:

@@ -15,8 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, launch, living
 from actors.living import ANSWER_S, connected, coordinator_of, note_deletion, run_of
+from actors.logs import last_lines
 from actors.prints import Prints, Reading
-from actors.processes import clear, end_on_sigterm
+from actors.processes import clear, end_on_sigterm, left_here, log_folder
 from actors.terminal import say, screen_for, show_result
 from actors.view import View
 from elastic.control.run import Ended, Failed, Stopped
@@ -230,16 +231,23 @@ def _tell(removed: list[str], where: str) -> None:
 def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
     """Prints the logs of ``workers``, or of every worker that has one: those that were stored, and the last lines of workers that live.
 
-    With ``follow`` it prints what these print from now on, until the run is over.  Returns 1 if there are no logs.  Raises
-    :class:`JobError` if the bucket has no such run, and :class:`PlatformGaveUp` if its coordinator does not answer.
+    A cluster that was killed has stored none: if it was on this machine, they are read where it has left them.  With ``follow`` it prints
+    what living workers print from now on, until the run is over.  Returns 1 if there are no logs.  Raises :class:`JobError` if the bucket
+    has no such run, and :class:`PlatformGaveUp` if its coordinator does not answer.
     """
-    store, said = run_of(job).store, False
-    prefix = f"{job.name}/logs/"
-    for key in store.list(prefix):
+    run, said, prefix = run_of(job), False, f"{job.name}/logs/"
+    stored = run.store.list(prefix)
+    for key in stored:
         if not workers or Path(key).stem in workers:
-            print(store.get(key).decode(errors="replace"))
+            print(run.store.get(key).decode(errors="replace"))
             said = True
     coordinator, ends = coordinator_of(job), dict[str, int]()
+    for path in left_here(job.name, run.lives()) if coordinator is None else ():
+        key = f"{prefix}{path.parent.name.removeprefix(f'{job.name}-')}/{path.name}"
+        if (not workers or path.stem in workers) and key not in stored:
+            with open(path, "rb") as file:
+                print("\n".join([f"# {path.stem}: its cluster has not stored its log; this is the end of {path}", *last_lines(file), ""]))
+            said = True
     while coordinator is not None and (view := living.view_of(coordinator, 2 * job.deadlines.lease_s)) is not None and not view.over:
         asked = {worker: node for worker, node in view.workers.items() if not workers or worker in workers}
         for worker, (end, text) in Reading(view.token, asked, ends).wait(ANSWER_S).items():
@@ -253,4 +261,5 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
     if not said:
         of, who = (f" of {', '.join(workers)}", "no such worker") if workers else ("", "no worker of the run")
         say(f"no logs{of} in {job.bucket}/{prefix}, and {who} lives on a cluster that can be reached from here")
+        say(f"a cluster that was killed leaves them on its nodes, in {log_folder(f'{job.name}-*')}; here there are none")
     return 0 if said else 1

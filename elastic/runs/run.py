@@ -237,6 +237,10 @@ class Run:
             raise Deposed(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
         return ours
 
+    def lives(self) -> set[str]:
+        """Returns the lives that have claimed the run; see :meth:`claim`."""
+        return {life for claim in owners(self.store, self.job.name).values() if (life := claim.get("life"))}
+
     def latest_claim(self) -> int:
         """Returns the highest incarnation that has claimed the run."""
         return latest_claim(self.store, self.job.name)

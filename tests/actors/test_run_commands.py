@@ -30,7 +30,7 @@ from elastic.job import Job
 from elastic.runs.run import Run
 from elastic.train.counters import Counters, segment
 from elastic.train.preflight import preflight
-from tests.support.commands import ROOT, assert_no_actor_left, view_of
+from tests.support.commands import ROOT, Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import Watched
@@ -49,13 +49,17 @@ def test_a13_a_status_names_the_layers_that_were_warned_of() -> None:
     assert run_commands._stands(many).endswith(", dead layers.5 and 74 more")
 
 
+def job_file(folder: Path, name: str, steps: int = 10_000, bucket: str = "bucket", **changes: Any) -> Job:
+    """Returns a job whose samples are slow, and writes its file."""
+    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
+    job = toy_job(folder / bucket, name=name, steps=steps, data=data, deadlines={"lease_s": 60, "grow_debounce_s": 8}, **changes)
+    (folder / "job.toml").write_text(to_toml(job))
+    return job
+
+
 def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
     """Starts a run on the cluster of this process; no driver waits for it."""
-    data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
-    job = toy_job(
-        folder / "bucket", name=name, steps=steps, data=data, on_driver_exit="detach", deadlines={"lease_s": 60, "grow_debounce_s": 8}
-    )
-    (folder / "job.toml").write_text(to_toml(job))
+    job = job_file(folder, name, steps, on_driver_exit="detach")
     return job, start(job, preflight(job).build, uuid.uuid4().hex, 0)
 
 
@@ -162,6 +166,28 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     assert not log_folder(token).exists() and Run.open(job).owner() is not None, "what is in the bucket stays"
     assert main(command) == 0
     assert "nothing to remove on the cluster" in capsys.readouterr().out
+
+
+def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(tmp_path: Path, capsys: Shown) -> None:
+    """R21: SIGKILL takes the command and its own cluster, so nobody stores the logs.  The control: those of a run of that name elsewhere."""
+    name, file = f"killed-{uuid.uuid4().hex[:6]}", str(tmp_path / "job.toml")
+    job_file(tmp_path, name)
+    command = Command(tmp_path, "train", "job.toml")
+    command.until(lambda: re.search(r"step +[1-9]\d*/", command.text))
+    command.kill_everything()
+    assert main(["logs", file]) == 0
+    printed = capsys.readouterr().out
+    (token,) = {path.parent.name for path in log_folder("").glob(f"{name}-*/w1.log")}
+    for worker in ("w1", "w2"):
+        assert f"# {worker}: its cluster has not stored its log; this is the end of {log_file(token, worker)}\n" in printed
+        assert f"{worker}: joined" in printed
+    assert main(["logs", file, "w2"]) == 0 and "w1: joined" not in capsys.readouterr().out
+    job_file(tmp_path, name, bucket="another")
+    Run.open(Job.load(tmp_path / "job.toml")).claim("127.0.0.1:1", life="abcdef")
+    assert main(["logs", file]) == 1
+    said = capsys.readouterr().out
+    assert f"no logs in {tmp_path}/another/{name}/logs/" in said and f"leaves them on its nodes, in {log_folder(f'{name}-*')}; here" in said
+    clear(name, 0.0)
 
 
 @pytest.mark.full

@@ -61,14 +61,17 @@ def _line(known: Namespace) -> str:
 
 def train(known: Namespace) -> int:
     from actors import cluster
-    from actors.launch import launch
-    from actors.prints import Prints
 
     sys.path.insert(0, str(Path.cwd()))
     cluster.check_file(known.job)
     job = _job(known)
     for warning in job.warnings() if not known.quiet else ():
         say(warning, "note: ", "yellow")
+    if not known.quiet:  # off a terminal, too: on a busy machine the imports alone take ten seconds
+        print("checking the job: loading PyTorch, building the model, trying the data and the bucket", file=sys.stderr, flush=True)
+    from actors.launch import launch
+    from actors.prints import Prints
+
     line = f"{_line(known)} --local" if known.local else _line(known)
     screen = Prints(screen_for(job, quiet=known.quiet), known.prints)
     try:

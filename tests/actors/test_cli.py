@@ -54,11 +54,13 @@ def test_train_and_checkpoints(tmp_path: Path, capsys: Shown, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     job = written(tmp_path)
     assert main(["train", job, "--local"]) == 0
-    shown = capsys.readouterr().out
+    shown, beside = capsys.readouterr()
+    assert beside.splitlines() == ["checking the job: loading PyTorch, building the model, trying the data and the bucket"]
     assert re.findall(r"step +(\d+)/4  loss \d\.\d{4}", shown) == ["1", "2", "3", "4"]
     assert "Finished at step 4 of 4" in shown
-    assert main(["train", job, "--local"]) == 0, "once more: it is finished already"
-    assert not re.findall(r"step +\d+/4  loss", capsys.readouterr().out)
+    assert main(["train", job, "--local", "-q"]) == 0, "once more: it is finished already"
+    shown, beside = capsys.readouterr()
+    assert not re.findall(r"step +\d+/4  loss", shown) and beside == "", "the control: it was asked to be quiet"
 
     assert main(["checkpoint", "ls", job]) == 0
     table = capsys.readouterr().out

@@ -369,6 +369,7 @@ def watch(coordinator: Any, show: Show, look: Look, driver: str, requests: Reque
             told = not only and ask(coordinator, "leave", driver, requests.asked, deadline_s=deadline_s)
             if not told:
                 return view
+            head.say(f"{requests.asked}: the run stops after a save; a second one ends this command at once")
         time.sleep(POLL_S)
 
 

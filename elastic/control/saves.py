@@ -220,9 +220,9 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
         refused = (*known.refused, event.worker) if event.worker and awaited else known.refused
         _put(decision, replace(known, ask_at=ask_at, refused_at=since, refused=refused))
         if of_manifest:
-            decision.say(f"{what}; again in {decision.rules.fence_s:g} s")
+            decision.say(f"{what}; again in {decision.rules.fence_s:g} s{_until(decision)}")
         elif event.worker not in known.refused or not event.worker:  # of a bucket that stays full each worker's first word is enough
-            decision.say(f"{what}; its keeper tries again until the bucket takes it")
+            decision.say(f"{what}; its keeper tries again until the bucket takes it{_until(decision)}")
     elif known.asked and not of_manifest and event.again is not None:
         _put(decision, replace(known, failed=event.reason))  # an earlier coordinator's manifest may be there: it is asked for once more
         tell(decision)
@@ -231,6 +231,15 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
         _forget(decision, event.version, event.reason)
     else:
         _put(decision, replace(known, failed=event.reason))
+
+
+def _until(decision: Decision) -> str:
+    """Returns the part of a sentence that says how long a stop waits for a save that the bucket refuses, and what comes then."""
+    run, rules = decision.run, decision.rules
+    if not (isinstance(run.state, Stopping) and run.state.planned and run.state.save):
+        return ""
+    saved = run.history.saved[-1].step if run.history.saved else 0
+    return f", for {rules.wait_s:g} s in all (deadlines.wait_s); then the run stops without it, and resumes from step {saved}"
 
 
 def _forget(decision: Decision, version: Version, why: str) -> None:

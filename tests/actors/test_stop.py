@@ -21,7 +21,7 @@ from elastic.train.local import run_local
 from tests.support.chaos import exported_hash
 from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.toys import toy_job
 
 STEPS = 40
@@ -82,6 +82,31 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, undisturbed_h
     assert f"step {stopped_at:>5}/" not in again and f"step {stopped_at + 1:>5}/" in again
     assert exported_hash(job) == undisturbed_hash
     assert_no_actor_left("ctrl-c")
+
+
+@pytest.mark.full  # tests/control/test_ends.py has the rule
+def test_a_stop_whose_bucket_refuses_it_says_so_and_a_second_ctrl_c_ends_the_command(tmp_path: Path) -> None:
+    """Nobody can write a checkpoint.  The run goes on trying without the command; once the bucket takes it, nothing is lost."""
+    job = job_of(tmp_path, "refused", steps=10_000, checkpoint={"save_every": 10_000})
+    command = train(tmp_path)
+    command.until(reached("refused", 4))
+    steps = tmp_path / "bucket" / "refused" / "steps"
+    assert not steps.exists()
+    steps.touch()  # no folder can be made there
+    command.interrupt()
+    command.until(lambda: "for 600 s in all (deadlines.wait_s); then the run stops without it, and resumes from step 0" in command.text)
+    assert "Ctrl-C: the run stops after a save; a second one ends this command at once" in command.text
+    assert "was not written (no part of w" in command.text and "Not a directory" in command.text
+    command.interrupt()
+    assert command.wait() == 3, command.text
+    assert "interrupted; the same command goes on" in command.text
+    view = view_of("refused")
+    assert view is not None and view.state == "Stopping", "the run is still there, with its state"
+    steps.unlink()
+    until(lambda: attach("refused") is None)
+    newest = Run.open(job).newest()
+    assert newest is not None and newest.step == view.step >= 4
+    assert_no_actor_left("refused")
 
 
 @pytest.mark.full

@@ -216,6 +216,24 @@ def test_a_stop_whose_save_does_not_come_says_what_is_lost() -> None:
     assert play.later(15.0) == "stopped (Ctrl-C), resumes from step 0; steps 1–4 are not saved"
 
 
+@pytest.mark.parametrize("stops", [True, False], ids=["stop", "control"])
+def test_a_stop_whose_save_the_bucket_refuses_says_how_long_it_is_tried(stops: bool) -> None:
+    """It says so at the first refusal, and keeps to that.  The control: a save on the way that nobody waits for."""
+    play, waits = stepping(2, wait_s=600.0), "for 600 s in all (deadlines.wait_s); then the run stops without it, and resumes from step 0"
+    play.steps(1, 3)
+    if stops:
+        play.tell(ev.StopRequested("Ctrl-C"))
+    play.step(4, boundary=SAVE_AND_PAUSE)
+    for manifest in (False, True):
+        said = play.tell(ev.SaveFailed(Version(4, 1), "no part of w1 yet: disk full", 1, again=True, worker=W1, manifest=manifest))
+        assert "disk full" in said and said.endswith(f", {waits}") is stops, said
+    if stops:
+        play.answer("w1", Version(4, 1), saw=4)
+        play.answer("w2", Version(4, 1), saw=4)
+        assert play.later(599.0) == ""
+        assert play.later(1.0) == "stopped (Ctrl-C), resumes from step 0; steps 1–4 are not saved"
+
+
 def test_a_stop_survives_a_loss_on_the_way() -> None:
     play = stepping(2)
     play.steps(1, 3)

@@ -88,7 +88,9 @@ def _have(decision: Decision, state: Waiting, there: tuple[WorkerId, ...]) -> st
         have += f", and the state fits the memory of {shards} or more"
     elif len(there) >= decision.rules.min_workers and _waits_for_others(decision, state, there, waited=True):
         open_ = _unchecked(decision)
-        have += f", but {count(len(open_), 'node')} {'is' if len(open_) == 1 else 'are'} not checked yet, and the first world waits for that"
+        have += (
+            f", but {count(len(open_), 'node')} {'is' if len(open_) == 1 else 'are'} not checked yet, and the first world waits for that"
+        )
     elif len(there) >= decision.rules.min_workers and (why := edges.missing(decision, make_plan(run, decision.rules))):
         have += f", but {why}"
     return "; ".join((have, *refused, *others))

@@ -122,7 +122,9 @@ def test_a_run_that_no_node_can_do_ends_with_an_error_of_the_job(faults: tuple[b
     for number, fault in enumerate(faults, 1):
         said = play.tell(ev.NodeRefused(NodeId(f"n{number}"), f"n{number} lacks it", by_job=fault))
         refused = f"node n{number} is refused"
-        assert said == (f"n{number} lacks it{CHECKED}; {refused}" if fault else f"{refused}: n{number} lacks it{CHECKED}"), "its own come first"
+        assert said == (f"n{number} lacks it{CHECKED}; {refused}" if fault else f"{refused}: n{number} lacks it{CHECKED}"), (
+            "its own come first"
+        )
     for worker in [*play.run.members.starting]:
         assert play.tell(ev.StartFailed(worker, "its node is refused")) == f"{worker} did not start (its node is refused)"
     play.tell(ev.Capacity(0))

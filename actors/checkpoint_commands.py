@@ -228,7 +228,7 @@ def _tell_of_others(run: Run, there: retention.Look, last: int) -> None:
     gone = [version.step for version in left if version not in needed]
     if gone:
         rest, good = ", and the others once the run has saved later steps", max(len(found.kept), 2)
-        fix = f"`elastic checkpoint gc` with --checkpoint.keep-last {good} deletes those before the newest good checkpoint{rest}"
+        fix = f"`elastic checkpoint gc --checkpoint.keep-last {good}` deletes those before the newest good checkpoint{rest}"
         then = "they go once the run has saved later steps" if last else f"nothing goes on from them; {fix}"
         say(f"besides, {len(gone)} of abandoned branches, of steps {min(gone)} to {max(gone)}: {then}")
     if needed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from actors import branch_commands, commands
 from actors.origin import told
-from actors.terminal import forget, lasting, say
+from actors.terminal import console, forget, lasting, say
 from elastic.config.command_line import Parser
 from elastic.errors import STOPPED, ElasticError
 from elastic.job import Job
@@ -39,8 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     known = Namespace()
+    console.job = next((word for word in arguments if word.endswith(".toml")), "")
     try:
         known = _parser().parse_args(arguments)
+        if console.job:
+            console.job = shlex.join([console.job, *getattr(known, "line", ())])
         code: int = known.perform(known)
     except (ElasticError, StorageError) as error:
         say(told(error, known), "elastic: ", "red")
@@ -48,6 +52,8 @@ def _main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         say("interrupted; the same command goes on")
         return STOPPED
+    finally:
+        console.job = ""
     return code
 
 

@@ -340,7 +340,7 @@ class Coordinator:
             metrics.close()
             self.story.say(time.time(), over_fits(self.run))
         except Exception:  # the process boundary: drivers wait for the end
-            self.story.say(time.time(), f"the run has left something on its nodes; elastic clean removes it\n{traceback.format_exc()}")
+            self.story.say(time.time(), f"the run has left something on its nodes; `elastic clean` removes it\n{traceback.format_exc()}")
         self.over.set()
         while self.audience.present(time.monotonic()):
             time.sleep(TICK_S)

@@ -215,7 +215,7 @@ def _heeding_the_driver(job: Job, show: Show) -> Job:
             )
         )
         return job.replace(on_driver_exit="stop")
-    show(Sentence(time.time(), f"{setting}: the run continues after this command has ended; `elastic stop` with its job file stops it"))
+    show(Sentence(time.time(), f"{setting}: the run continues after this command has ended; `elastic stop` stops it"))
     return job
 
 

@@ -16,6 +16,7 @@ import ray
 
 from actors import cluster
 from actors.begin import Show
+from actors.terminal import console
 from actors.view import View
 from elastic.config.values import same_place
 from elastic.errors import ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
@@ -103,12 +104,12 @@ def note_deletion(job: Job) -> None:
     store = Run.find(job).store
     if branches.newest(store, job.name) is None:
         where = ray.get_runtime_context().gcs_address
-        print(
+        note = (
             f"note: somebody has deleted {store.full_name(job.name)}, or its job.json, but {job.name} lives on the cluster at {where}; "
             f"what was deleted is lost, and its next save begins the folder anew: `elastic stop` stops it after a save, from which "
-            f"`elastic train` goes on, and `elastic clean --force` ends it without one",
-            file=sys.stderr,
+            f"`elastic train` goes on, and `elastic clean --force` ends it without one"
         )
+        print(console.pasteable(note), file=sys.stderr)
 
 
 class Head:

@@ -260,6 +260,6 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
         time.sleep(FOLLOW_S)
     if not said:
         of, who = (f" of {', '.join(workers)}", "no such worker") if workers else ("", "no worker of the run")
-        say(f"no logs{of} in {job.bucket}/{prefix}, and {who} lives on a cluster that can be reached from here")
-        say(f"a cluster that was killed leaves them on its nodes, in {log_folder(f'{job.name}-*')}; here there are none")
+        killed = f"one that was killed leaves them on its nodes, in {log_folder(f'{job.name}-*')}, and here there are none"
+        say(f"no logs{of} in {job.bucket}/{prefix}, and {who} lives on a cluster that can be reached from here; {killed}")
     return 0 if said else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 import threading
 import time
@@ -42,6 +43,8 @@ ERASE = "\r\x1b[K"
 """Returns to the beginning of the line, and clears it."""
 ECHO = 3
 """Columns that are left free at the end of the line that changes: the terminal itself writes ^C there."""
+HINT = re.compile(r"`elastic ((?:checkpoint )?(?!data|dtypes|settings|simulate)[a-z]+)((?: --(?!help)[^`]*)?)`")
+"""A command in a sentence that takes a job file and lacks it."""
 GONE = (errno.EPIPE, errno.EIO)
 """Errors of a pipe whose reader has gone, and of a terminal that has."""
 DOES = {"Waiting": "waits for workers", "Forming": "forms a world", "Stopping": "leaves a world", "Finishing": "saves the last step"}
@@ -56,6 +59,8 @@ class Terminal(Console):
         if not self.is_terminal:
             self.width = WIDE
         self._drawn, self._guard = "", threading.RLock()
+        self.job = ""
+        """The words that name the job on the line of the command under way: its file, and its settings."""
         self._midline = False
         """True if what was printed last has not ended its line."""
 
@@ -82,6 +87,10 @@ class Terminal(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         self.erase()
         super().print(*objects, **options)
+
+    def pasteable(self, text: str) -> str:
+        """Returns ``text`` with the job in every command that lacks it, so that the user can paste them as they are."""
+        return HINT.sub(lambda found: f"`elastic {found[1]} {self.job}{found[2]}`", text) if self.job else text
 
     def on_broken_pipe(self) -> None:
         """Lets the command decide: see :func:`lasting`."""
@@ -149,8 +158,8 @@ def forget(stream: Any) -> None:
 
 
 def say(text: str, head: str = "", style: str = "") -> None:
-    """Prints one line of any length after a coloured ``head``.  Brackets in ``text`` are not markup."""
-    console.print(Text.assemble((head, style), text), soft_wrap=True)
+    """Prints one line of any length after a coloured ``head``.  Brackets in ``text`` are not markup; commands in it get the job."""
+    console.print(Text.assemble((head, style), console.pasteable(text)), soft_wrap=True)
 
 
 class Screen:

@@ -156,7 +156,7 @@ def _hold(store: ObjectStore, holder: Origin, reference: Reference) -> None:
     found = _look(store, holder)
     if found is None or not found.good:
         why = "is being deleted" if found is not None and found.deleted else "is not complete, or damaged"
-        raise JobError(f"the checkpoint of {holder} {why}; name another one: `elastic checkpoint ls` lists them")
+        raise JobError(f"the checkpoint of {holder} {why}; name another one: `elastic checkpoint ls --name {holder.run}` lists them")
 
 
 def begin(store: ObjectStore, job: Job, origin: Origin, changed: dict[str, Any]) -> None:

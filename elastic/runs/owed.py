@@ -46,7 +46,7 @@ BEAT_S = 30.0
 """Seconds from one note in the bucket that an attempt makes progress to the next; fewer where ``deadlines.wait_s`` is short."""
 SHOWN = 4
 """Largest number of debts that a sentence names."""
-AGAIN = "`elastic owed` with the job file lists it as long as its checkpoint exists, and --pay tries again"
+AGAIN = "`elastic owed` lists it as long as its checkpoint exists, and `elastic owed --pay` tries again"
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def left(owed: Iterable[Debt], finished: bool) -> str:
     if not (said := sentence(debt for debt in owed if not debt.given_up)):
         return ""
     before = "" if finished else "it is done when the run goes on; before that, "
-    return f"{said}; {before}`elastic owed` with the job file and --pay does it"
+    return f"{said}; {before}`elastic owed --pay` does it"
 
 
 def _listed(names: Iterable[str]) -> str:

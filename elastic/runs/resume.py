@@ -216,7 +216,9 @@ def _ending(run: Run, which: str, version: Version) -> str:
 def _warm(job: Job) -> Start:
     name, which = checkpoint_of(job.init)
     if name == job.name:
-        raise JobError(f"init = {job.init!r} names the run itself; name another one, or `elastic train --resume` a step of this run")
+        raise JobError(
+            f"init = {job.init!r} names the run itself; name another one, or leave it out and take --resume with a step of this run"
+        )
     theirs, store = job.replace(name=name, init=""), ObjectStore.open(job.bucket)
     other = Run.find(theirs) if branches.lost(store, name) else Run.begun(theirs)  # weights need no settings
     version = checkpoint(other, which)

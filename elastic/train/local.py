@@ -328,7 +328,7 @@ class _Local:
                 try:
                     said = pay(self.run, self.run.job, debt)[0]
                 except (Unavailable, OSError) as error:
-                    said = f"{debt} is not done: {error}; it is tried again at the next save, and `elastic owed` with --pay does it"
+                    said = f"{debt} is not done: {error}; it is tried again at the next save, and `elastic owed --pay` does it"
                 if said:
                     self.show_sentence(said)
 

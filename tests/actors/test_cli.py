@@ -16,7 +16,7 @@ import torch
 
 from actors import cluster
 from actors.cli import main
-from actors.terminal import Screen
+from actors.terminal import Screen, console
 from elastic.config.sections import Workers
 from elastic.engine.loss import next_token
 from elastic.errors import PlatformGaveUp
@@ -155,7 +155,8 @@ def test_a_command_of_a_run_says_that_there_is_none(
     Run.open(toy_job(tmp_path / "bucket"))
     assert main([*command, written(tmp_path, "toi")]) == 1
     said = sentence(capsys)
-    assert said.startswith(f"elastic: there is no run 'toi' in bucket = '{tmp_path}/bucket'; ") and "`elastic train`" in said
+    assert said.startswith(f"elastic: there is no run 'toi' in bucket = '{tmp_path}/bucket'; ")
+    assert f"`elastic train {tmp_path}/toi.toml`" in said, "as it can be pasted"
     main([*command, written(tmp_path)])
     assert "there is no run" not in capsys.readouterr().out
     assert not Path("there").exists()
@@ -242,7 +243,7 @@ def test_an_option_of_a_setting_takes_no_word_that_is_not_its_own(tmp_path: Path
     ("line", "said"),
     [
         ("stop JOB --address X", "'elastic stop' has no option '--address', unlike 'elastic train'; leave it out"),
-        ("train JOB --dry-run", "'elastic train' has no option '--dry-run'; `elastic estimate` checks a job and starts nothing"),
+        ("train JOB --dry-run", "'elastic train' has no option '--dry-run'; `elastic estimate JOB` checks a job and starts nothing"),
         ("clean JOB --once", "'elastic clean' has no option '--once', unlike 'elastic status'; leave it out"),
         ("status JOB --onse", "unknown setting '--onse'; did you mean '--once'?"),
         ("train --locla JOB", "unknown setting '--locla'; did you mean '--local'?"),
@@ -253,8 +254,30 @@ def test_an_option_of_a_setting_takes_no_word_that_is_not_its_own(tmp_path: Path
     ],
 )
 def test_an_option_that_a_command_does_not_have(tmp_path: Path, capsys: Shown, line: str, said: str) -> None:
-    assert main(line.replace("JOB", written(tmp_path)).split()) == 1
-    assert sentence(capsys) == f"elastic: command line: {said}"
+    job = written(tmp_path)
+    assert main(line.replace("JOB", job).split()) == 1
+    assert sentence(capsys) == f"elastic: command line: {said.replace('JOB', job)}"
+
+
+def test_a_command_in_a_sentence_can_be_pasted_as_it_is(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the job file, and the settings of the line, as the sentence was about the run that they name.  The controls: a command
+    that takes no job file, one that has it, and a sentence that no command of a job says.
+    """
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, steps=6)
+    assert main(["train", "toy.toml", "--local", "--name", "other", "-q"]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "rm", "toy.toml", "--step", "3", "--name", "other"]) == 1
+    assert "`elastic checkpoint ls toy.toml --name other` lists those that it has" in sentence(capsys)
+    assert console.job == "" and console.pasteable("`elastic train`") == "`elastic train`"
+    monkeypatch.setattr(console, "job", "toy.toml --seed 1")
+    for hint, whole in {
+        "`elastic owed --pay`": "`elastic owed toy.toml --seed 1 --pay`",
+        "`elastic checkpoint gc --checkpoint.keep-last 4`": "`elastic checkpoint gc toy.toml --seed 1 --checkpoint.keep-last 4`",
+        "`elastic train --help`, `elastic stop other.toml`, `elastic data prepare A B`": "",
+        "`elastic settings`": "",
+    }.items():
+        assert console.pasteable(f"so: {hint}.") == f"so: {whole or hint}."
 
 
 def test_settings_prints_the_page_of_the_guide(capsys: Shown) -> None:

@@ -147,7 +147,9 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     command = ["clean", file]
     assert main(command) == 2
     refused = capsys.readouterr().out
-    assert re.search(r"left lives \(Running, step \d+ of 10000\); `elastic stop` stops it with a save, --force ends", refused)
+    assert re.search(
+        rf"left lives \(Running, step \d+ of 10000\); `elastic stop {re.escape(file)}` stops it with a save, --force ends", refused
+    )
     assert all(worker.running for worker in workers)
 
     ray.kill(coordinator, no_restart=True)
@@ -169,7 +171,7 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
 
 
 def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(tmp_path: Path, capsys: Shown) -> None:
-    """R21: SIGKILL takes the command and its own cluster, so nobody stores the logs.  The control: those of a run of that name elsewhere."""
+    """R21: SIGKILL takes the command and its own cluster, so nobody stores the logs.  The control: a run of that name elsewhere."""
     name, file = f"killed-{uuid.uuid4().hex[:6]}", str(tmp_path / "job.toml")
     job_file(tmp_path, name)
     command = Command(tmp_path, "train", "job.toml")
@@ -186,7 +188,7 @@ def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(tmp_path:
     Run.open(Job.load(tmp_path / "job.toml")).claim("127.0.0.1:1", life="abcdef")
     assert main(["logs", file]) == 1
     said = capsys.readouterr().out
-    assert f"no logs in {tmp_path}/another/{name}/logs/" in said and f"leaves them on its nodes, in {log_folder(f'{name}-*')}; here" in said
+    assert f"no logs in {tmp_path}/another/{name}/logs/" in said and f"leaves them on its nodes, in {log_folder(f'{name}-*')}, and" in said
     clear(name, 0.0)
 
 

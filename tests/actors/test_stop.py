@@ -156,7 +156,7 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.C
     job = job_of(tmp_path, "detached", read_s=0.06, steps=10_000, on_driver_exit="detach")  # a second driver comes and goes meanwhile
     first = train(tmp_path)
     first.until(reached("detached", 1))
-    assert "the run continues after this command has ended; `elastic stop` with its job file stops it" in first.text
+    assert "the run continues after this command has ended; `elastic stop job.toml` stops it" in first.text
     second = train(tmp_path)
     second.until(attached(second))
     second.interrupt()

@@ -138,7 +138,7 @@ def test_one_process_that_trains_alone_says_what_it_leaves(tmp_path: Path) -> No
     said: list[Line] = []
     assert launch(run.job, local=True, show=said.append, branch=True).state == "Finished"
     left = [line.text for line in said if isinstance(line, Sentence) and "owed" in line.text]
-    assert left == ["owed: validation of step 2; `elastic owed` with the job file and --pay does it"]
+    assert left == ["owed: validation of step 2; `elastic owed --pay` does it"]
     owed.give_up(again, Debt(Version(2, 1), owed.VALIDATION), "the test")
     said.clear()
     assert launch(run.job.replace(steps=7), local=True, show=said.append, branch=True).state == "Finished"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from elastic.state.snapshot import NEVER, Snapshots
 from elastic.state.staging import STREAMS, StagingStream
 from storage.slices import Tensor
 from tests.support.cells import cell, shard_slice
+from tests.support.patience import until
 
 SECRET = b"k" * 32
 AUTO = CopyRule(copies=True, buddies=True)
@@ -130,7 +130,4 @@ def heal(plan: Plan, worker: WorkerId, streams: int = STREAMS, hook: Callable[[]
 
 
 def await_buddied(copiers: Sequence[Snapshots], step: int) -> None:
-    deadline = time.monotonic() + 10
-    while any(snapshots.settle()[:2] != (step, step) for snapshots in copiers):
-        assert time.monotonic() < deadline, [snapshots.settle() for snapshots in copiers]
-        time.sleep(0.01)
+    until(lambda: all(snapshots.settle()[:2] == (step, step) for snapshots in copiers), what=f"not all copies of step {step} are there")

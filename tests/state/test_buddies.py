@@ -23,7 +23,7 @@ from elastic.state.region import Region
 from elastic.state.wire import Wire
 from tests.state.nodes import AT, SECRET, await_buddied, cluster, enter, equal, heal, later, outcome, pair, shard_of
 from tests.support.cells import cell
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 
 
 @pytest.mark.parametrize("medium", ["memory", "files"])
@@ -106,9 +106,8 @@ def test_members_say_how_often_they_can_copy_by_what_they_measured(monkeypatch: 
         nodes[0].store.pair(nodes[1].store.address)
         enter(plan, nodes)
         snapshots = nodes[0].workers[WorkerId("w0")]
-        said, deadline = list[Copied](), time.monotonic() + 10
-        while snapshots.region["brought_us"] < 0.12e6:
-            assert time.monotonic() < deadline
+        said = list[Copied]()
+        until(lambda: snapshots.region["brought_us"] >= 0.12e6)
         for step in range(5, 6 + REMEMBERED):
             time.sleep(0.02)
             snapshots.settle()
@@ -128,9 +127,7 @@ def test_a_copy_under_way_to_a_buddy_is_not_pulled_from_under_it() -> None:
 
         def half(then: Callable[[], None]) -> bool:
             wire.send(head | request(WorkerId("w1"), where), [bytes(8), data[:500]])
-            deadline = time.monotonic() + 10
-            while not store._coming[WorkerId("w1")]:
-                assert time.monotonic() < deadline
+            until(lambda: store._coming[WorkerId("w1")])
             then()
             wire.send_raw([data[500:]])
             wire.send({"still": True})
@@ -153,9 +150,7 @@ def test_two_copies_that_come_at_once_take_two_slots_and_a_third_is_refused() ->
 
         def begin(wire: Wire, number: int, coming: int) -> None:
             wire.send(head | request(worker, copies[number]), [bytes(8), data[number][:500]])
-            deadline = time.monotonic() + 10
-            while len(store._coming[worker]) < coming:
-                assert time.monotonic() < deadline
+            until(lambda: len(store._coming[worker]) >= coming)
 
         def end(wire: Wire, number: int) -> bool:
             wire.send_raw([data[number][500:]])
@@ -184,9 +179,7 @@ def test_a_second_copy_never_takes_the_slot_of_the_one_that_is_safe() -> None:
         one.send({"still": True})
         assert one.head()["taken"]
         one.send(head | {"safe": request(worker, safe)} | request(worker, Copy(Version(5, 2), cell(2, 1))), [bytes(8)])
-        deadline = time.monotonic() + 10
-        while not store._coming[worker]:
-            assert time.monotonic() < deadline
+        until(lambda: store._coming[worker])
         with pytest.raises(WireError):
             two.send(head | {"safe": request(worker, safe)} | request(worker, Copy(Version(6, 2), cell(2, 1))), [bytes(8), b"abcdefgh"])
             two.send({"still": True})

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_as_many_read_at_once_as_there_are_streams(monkeypatch: pytest.MonkeyPat
     def meet() -> None:
         if not hasattr(met, "once"):
             met.once = True
-            together.wait(5 if meets else 0.5)
+            together.wait(PATIENCE_S if meets else 0.5)
 
     with cluster(Layout(1, before), 1) as (plan, nodes):
         enter(plan, nodes)
@@ -88,7 +89,7 @@ def test_who_fails_stops_the_others_and_leaves_when_nobody_writes_any_more(
         calls[threading.get_ident()] += 1
         if calls[threading.get_ident()] == 1:  # before the first piece
             return
-        if together.wait(5) == which:
+        if together.wait(PATIENCE_S) == which:
             raise error
         time.sleep(1)
         ended.set()
@@ -109,7 +110,7 @@ def test_of_two_failures_the_lost_copy_is_told() -> None:
         if hasattr(met, "once"):
             return
         met.once = True
-        raise CopyLost("lost", NodeId("n")) if together.wait(5) else FencedOff("fenced")
+        raise CopyLost("lost", NodeId("n")) if together.wait(PATIENCE_S) else FencedOff("fenced")
 
     with cluster(Layout(1, 2), 1) as (plan, nodes):
         enter(plan, nodes)
@@ -142,13 +143,23 @@ def test_each_copy_is_asked_for_once_a_turn_by_whoever_reads_any(monkeypatch: py
 
 
 def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy still reads the old world's state; the time it takes does not count as a copy of the next world."""
+    """The copy still reads the old world's state; the time it takes does not count as a copy of the next world.
+
+    The clock stands still, except that this copy takes 100 s.
+    """
+    now, lasts, goes_on = [1000.0], [100.0], threading.Event()
+    monkeypatch.setattr("elastic.state.snapshot.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+
+    def held_up(data: memoryview, out: memoryview) -> None:
+        assert goes_on.wait(PATIENCE_S)
+        now[0] += lasts.pop() if lasts else 0.0
+        digests(data, out)
+
     with cluster(Layout(1, 1), 1) as (plan, nodes):
         enter(plan, nodes)
         (snapshots,) = nodes[0].workers.values()
-        goes_on = threading.Event()
         with monkeypatch.context() as at:
-            at.setattr("elastic.state.snapshot.digests", lambda data, out: (goes_on.wait(PATIENCE_S), digests(data, out)))
+            at.setattr("elastic.state.snapshot.digests", held_up)
             snapshots.committed(outcome(5, copied=4), shard_of(Version(5, 2), 1, 0))
             assert snapshots.region.find(Copy(Version(5, 2), cell(1, 0))) is None
             threading.Timer(0.2, goes_on.set).start()
@@ -156,7 +167,7 @@ def test_the_end_of_a_world_does_not_wait_for_a_copy_and_the_next_one_begins_aft
         assert goes_on.is_set() and snapshots.settle().copied_through == 5
         assert {held for held in snapshots.region.all_held() if held} == {Copy(AT, cell(1, 0)), Copy(Version(5, 2), cell(1, 0))}
         snapshots.committed(replace(outcome(6, copied=5), generation=3), shard_of(Version(6, 3), 1, 0))
-        assert max(snapshots.pace._copies_s) < 0.1 and snapshots.pace.step_s < 0.1
+        assert now == [1100.0] and max(snapshots.pace._copies_s) == snapshots.pace.step_s == 0
 
 
 def test_a_step_is_not_committed_while_the_copy_of_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,10 @@ def test_only_sockets_of_nccl_are_found_and_only_those_asked_for_are_spoken_to(u
 
 
 def test_whoever_does_not_listen_any_more_or_does_not_answer_holds_up_nobody(unix: list[socket.socket]) -> None:
-    """Nobody reads from NCCL's socket, whose queue is full before the twentieth message."""
+    """Nobody reads from NCCL's socket, whose queue is full before the twentieth message.
+
+    Who waited for that would wait without end, and who waited for a host that does not answer for the two minutes in which Linux asks it.
+    """
     began = time.monotonic()
     waking = Waking({NAMES[0]})
     for _ in range(20):
@@ -94,7 +97,7 @@ def test_whoever_does_not_listen_any_more_or_does_not_answer_holds_up_nobody(uni
         gone.close()
         waking.wake()
         waking.end()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 60.0
 
 
 def test_a_process_without_a_descriptor_to_spare_wakes_nobody_and_goes_on(unix: list[socket.socket]) -> None:

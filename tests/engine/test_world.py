@@ -21,7 +21,7 @@ from elastic.engine.world import World, _exchange_endpoints, all_gather
 from elastic.errors import WorldBroken
 from elastic.plan.layout import Layout
 from elastic.train.blame import classify
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import Watched, state
 from tests.support.ranks import Ranks
 
@@ -106,6 +106,7 @@ def survive(world: World, collective: str, victim: int, how: str, port: int) -> 
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
+    until(lambda: world.in_flight() or not thread.is_alive(), what="the collective does not begin")
     thread.join(0.3)
     stuck, hanging, began = thread.is_alive(), world.in_flight(), time.monotonic()
     shut = world.abort()
@@ -151,7 +152,10 @@ def assert_freed(found: Freed, *, stuck: bool = True) -> None:
 
 
 def wait_for_the_dead(world: World, port: int) -> tuple[float, str, bool] | None:
-    """World rank 1 dies before the next world is connected; returns how long rank 0 waits, the cause, and whether abort helps."""
+    """World rank 1 dies before the next world is connected; returns how long rank 0 waits, the cause, and whether abort helps.
+
+    The store has a key ``waits`` when rank 0 begins to wait, and ``waited`` once it has seen whether the abort helps.
+    """
     world.close()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     formed = World.form(store, generation=world.generation + 1, layout=world.layout, rank=world.rank, device=world.device, form_s=FREED_S)
@@ -172,6 +176,7 @@ def wait_for_the_dead(world: World, port: int) -> tuple[float, str, bool] | None
     formed.abort()
     thread.join(0.5)
     aborted = not thread.is_alive()
+    dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("waited", "")  # the other client waits
     thread.join(2 * FREED_S)
     formed.close()
     return time.monotonic() - began, "".join(errors), aborted
@@ -184,10 +189,10 @@ def test_who_waits_for_a_member_that_died_before_it_was_connected(own: Ranks) ->
     later.wait(["waits"], timedelta(seconds=PATIENCE_S))
     own.processes[4].join(PATIENCE_S)
     assert own.processes[4].exitcode == -signal.SIGKILL, "the fault happened"
-    time.sleep(2)  # not a wait for an event: for so long world rank 0 waits in the store
+    later.wait(["waited"], timedelta(seconds=PATIENCE_S))
     del later
     took_s, cause, aborted = own.answer(0)
-    assert not aborted and 1.5 < took_s < 2 * FREED_S and cause == "peer"
+    assert not aborted and 1.0 <= took_s < 2 * FREED_S and cause == "peer"
 
 
 def survivors_of_an_absent(own: Ranks, layout: Layout, what: str, hanging: str) -> list[Freed]:
@@ -261,7 +266,7 @@ def test_a_stopped_member(own: Ranks) -> None:
     assert victim is not None and state(victim) == "T", "the fault happened"
     with Watched(victim) as watched:
         watched.kill()
-        own.processes[2].join(10)
+        own.processes[2].join(PATIENCE_S)
         assert own.processes[2].exitcode == -signal.SIGKILL
     for each in found:
         assert_freed(each)
@@ -272,7 +277,7 @@ def test_a_killed_member(own: Ranks) -> None:
     later = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own.start(Layout(3, 1), [0, 1, 3], survive, "all_reduce", 2, "killed", later.port)
     found = [own.answer(0), own.answer(1)]
-    own.processes[3].join(10)
+    own.processes[3].join(PATIENCE_S)
     assert own.processes[3].exitcode == -signal.SIGKILL, "the fault happened"
     for each in found:
         assert_freed(each, stuck=False)
@@ -315,7 +320,7 @@ class Counting:
 
     def get(self, key: str) -> bytes:
         self._count()
-        self.store.wait([key], timedelta(seconds=30))
+        self.store.wait([key], timedelta(seconds=PATIENCE_S))
         return self.store.get(key)
 
     def add(self, key: str, number: int) -> int:
@@ -335,7 +340,7 @@ def test_n3_the_members_meet_with_a_number_of_store_keys_that_grows_with_them(me
 
     def meet(rank: int) -> None:
         world = SimpleNamespace(store=store, rank=rank, size=members)
-        World._meet(world, "connects/0", time.monotonic() + 30)  # type: ignore[arg-type]
+        World._meet(world, "connects/0", time.monotonic() + PATIENCE_S)  # type: ignore[arg-type]
         found[rank] = _exchange_endpoints(store, rank, members, {("10.0.0.1", rank)})  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(members)]

@@ -90,8 +90,8 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
         world = None
         try:
             store = join_store("127.0.0.1", port, SECRET, PATIENCE_S)
-            world = World.form(store, generation=generation, layout=layout, rank=rank, device=device, form_s=60, nodes=nodes)
-            world.connect(60, 60)
+            world = World.form(store, generation=generation, layout=layout, rank=rank, device=device, form_s=PATIENCE_S, nodes=nodes)
+            world.connect(PATIENCE_S, 60)
             pipe.send((False, function(world, *arguments)))
         except Exception:  # the process boundary: raised again in the test
             pipe.send((True, traceback.format_exc()))

@@ -77,10 +77,10 @@ class HeadDown:
             command, environment = [*known.cmdline(), f"--gcs_server_port={head.gcs_address.rpartition(':')[2]}"], known.environ()
             with Watched(gcs.process.pid) as down, Watched(view.pid) as coordinator:
                 head.kill_gcs_server(check_alive=False)
-                self.ends.append(down.wait(10))
+                self.ends.append(down.wait(PATIENCE_S))
                 self._let_them_step(witness)
                 coordinator.kill()
-                self.ends.append(coordinator.wait(10))
+                self.ends.append(coordinator.wait(PATIENCE_S))
                 self._let_them_step(witness)
             # not by Ray, which runs Python between fork and exec: with this process's threads that hung forever, in two series of twelve
             again = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

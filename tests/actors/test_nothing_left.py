@@ -87,7 +87,7 @@ def orphan(log: Path) -> Iterator[str]:
     with Watched(pid) as watched:
         yield f"process {pid} ray::Worker"
         watched.kill()
-        watched.wait(10)
+        watched.wait(PATIENCE_S)
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def actor(name: str) -> Iterator[str]:
 @contextmanager
 def group() -> Iterator[str]:
     made = ray.util.placement_group([{"CPU": 1}])
-    assert made.wait(30)
+    assert made.wait(PATIENCE_S)
     yield f"placement group {made.id.hex()}"
     ray.util.remove_placement_group(made)
 

@@ -74,7 +74,7 @@ def test_an_actor_out_of_reach_is_asked_for_again(
     these._lives, these._closing, these.post = set(), False, told.set_result  # type: ignore[assignment]
     actor = Actor(*errors)
     these._when_done(actor.remote(), actor, lambda error: these._ended(WorkerId("w1"), error))
-    assert told.result(10) == Lost(WorkerId("w1"), reason, certain)
+    assert told.result(PATIENCE_S) == Lost(WorkerId("w1"), reason, certain)
     assert these._lives == set(), "calls that have ended are forgotten, however many actors a run has"
 
 
@@ -134,7 +134,7 @@ def test_a_keeper_that_was_out_of_reach_is_told_its_saves_again(
     these._closing, these._uploads, these.incarnation, these.keepers = False, 0, 1, {nodes[0]: keeper}
     own, other = (Save(Version(5, 1), 1, Layout(1, 1), (WorkerId("w1"),), (node,)) for node in nodes)
     these.perform(Upload(nodes, (own, other), 1, Version(5, 1)))
-    heard = [keeper.heard.get(timeout=10) for _ in range(calls)]
+    heard = [keeper.heard.get(timeout=PATIENCE_S) for _ in range(calls)]
     assert heard == [(1, 1, (own,), 1, Version(5, 1))] * calls
     with pytest.raises(queue.Empty):
         keeper.heard.get(timeout=0.1)
@@ -198,7 +198,7 @@ def test_whatever_keeps_a_manifest_from_being_written_is_reported(error: Excepti
     these._committing, these._pool = set(), ThreadPoolExecutor(1)
     these.parts, these.run = parts, run  # type: ignore[assignment]
     these.perform(CommitManifest(Version(6, 1), ((1, 6),), 1))
-    failed = told.result(10)
+    failed = told.result(PATIENCE_S)
     assert (failed.again, failed.manifest, failed.version) == (again, True, Version(6, 1))
     assert failed.reason.startswith(f"{type(error).__name__}: ")
     these._pool.shutdown()

@@ -15,6 +15,7 @@ import ray
 from actors.cluster import reachable
 from actors.processes import Process, end_on_sigterm, started, sweep
 from elastic.train.counters import Counters, segment
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import StillRunning, Watched
 
 
@@ -92,7 +93,7 @@ class Busy:
         return os.getpid()
 
     def trains(self) -> bool:
-        return self.begun.wait(30)
+        return self.begun.wait(PATIENCE_S)
 
     @ray.method(concurrency_group="life")
     def train(self) -> None:
@@ -109,7 +110,7 @@ def test_sigterm_ends_an_actor_that_is_busy(ends: bool) -> None:
         assert ray.get(actor.trains.remote())
         process.kill(signal.SIGTERM)
         if ends:
-            assert process.wait(5).signal is signal.SIGTERM
+            assert process.wait(PATIENCE_S).signal is signal.SIGTERM
             return
         with pytest.raises(StillRunning):
             process.wait(1)

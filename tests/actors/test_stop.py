@@ -116,7 +116,7 @@ def test_a_run_whose_driver_vanished_saves_and_leaves(tmp_path: Path, undisturbe
     command = train(tmp_path)
     command.until(reached("vanished", 4))
     command.process.send_signal(signal.SIGKILL)
-    assert command.process.wait(10) == -signal.SIGKILL
+    assert command.process.wait(PATIENCE_S) == -signal.SIGKILL
 
     deadline = time.monotonic() + PATIENCE_S
     while attach("vanished") is not None:
@@ -216,7 +216,7 @@ def test_two_drivers(tmp_path: Path) -> None:
     again = train(tmp_path)
     again.until(lambda: (view := view_of("two")) is not None and view.state == "Running")
     again.process.send_signal(signal.SIGKILL)
-    assert again.process.wait(10) == -signal.SIGKILL
+    assert again.process.wait(PATIENCE_S) == -signal.SIGKILL
     ray.get(attach("two").stop.remote("a test asks for it"))
     calm.touch()
     third = train(tmp_path)  # while the run is stopping, or just has: it goes on from there

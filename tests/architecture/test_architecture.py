@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import checks, table
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [file.relative_to(ROOT) for package in (*table.PACKAGES, "tests") for file in sorted((ROOT / package).rglob("*.py"))]
@@ -149,7 +150,7 @@ HEAVY = ("torch", "ray", "pydantic", "numpy", "pyarrow", "fsspec", "safetensors"
 
 def run_blocked(code: str) -> subprocess.CompletedProcess[str]:
     program = BLOCKED.format(blocked=set(HEAVY), code=code)
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_what_decides_and_plans_imports_nothing_installed() -> None:

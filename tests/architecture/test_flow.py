@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.flow import WORKERS, Strike, flow_of, measure, passed
+from tests.support.patience import PATIENCE_S
 from tests.support.recorder import Call, recorded, seam
 
 SOURCE = '''
@@ -55,7 +56,9 @@ def recorded_run(folder: Path, *, with_seam: bool) -> Mapping[int, list[Call]]:
     site = seam(folder / "notes", folder)
     path = os.pathsep.join([*([str(site)] if with_seam else []), str(folder)])
     environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == -signal.SIGKILL, done
     assert list((folder / "storage").rglob("*.pyc")) == [] or not with_seam, "what is compiled with notes is not kept"
     return recorded(folder / "notes")

@@ -23,6 +23,7 @@ from elastic.errors import DataError
 from storage.datasets import TOKENIZER, Coding, TokenFiles
 from storage.objects import ObjectStore
 from tests.data.texts import write_texts
+from tests.support.patience import PATIENCE_S
 
 TEXT = Path(__file__).read_text()
 CORPUS = [Document(f"{n}", line.encode()) for n, line in enumerate(TEXT.splitlines(keepends=True))]
@@ -94,7 +95,7 @@ def test_training_twice_gives_the_same_file(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         ).stdout
         for threads in ("1", "4")
     }
@@ -274,5 +275,5 @@ except DataError as error:
 def test_without_the_library_bytes_work_and_the_rest_says_what_to_install(tmp_path: Path) -> None:
     write_texts(tmp_path / "text", {"a.txt": "text"})
     command = [sys.executable, "-c", WITHOUT, str(tmp_path / "text")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S, cwd=Path(__file__).parents[2])
     assert done.stdout == "1\nthe library 'tokenizers' is not installed; run `pip install 'elastic-train[text]'`\n"

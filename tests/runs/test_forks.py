@@ -36,6 +36,7 @@ from storage.errors import Exists
 from storage.objects import ObjectStore
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.chaos import exported_hash
+from tests.support.patience import PATIENCE_S
 from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
@@ -348,7 +349,7 @@ def interleaved(first: int, then: int, delete: Callable[[Run], None] = rounds) -
 
     def pause() -> None:
         at_rest.set()
-        assert go.wait(30)
+        assert go.wait(PATIENCE_S)
 
     def fork() -> None:
         try:
@@ -362,14 +363,14 @@ def interleaved(first: int, then: int, delete: Callable[[Run], None] = rounds) -
 
     def meanwhile() -> None:
         thread.start()
-        assert at_rest.wait(30)
+        assert at_rest.wait(PATIENCE_S)
 
     deleting = Run(run.job, Taking(run.store, first, meanwhile))
     delete(deleting)
     go.set()
     if thread.ident is None:
         thread.start()
-    thread.join(30)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     return began == [True], Checkpoints(run.store, "run").verify(OLD).good
 

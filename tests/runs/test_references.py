@@ -19,6 +19,7 @@ from storage.checkpoints import Checkpoints
 from storage.errors import Damaged
 from storage.objects import ObjectStore
 from tests.runs.test_forks import OLD, Taking, rounds, saved
+from tests.support.patience import PATIENCE_S
 
 
 def gc(run: Run) -> list[int]:
@@ -75,7 +76,7 @@ def meets(at: int, commands: int, during: int = 10**6, kind: type[Taking] = Taki
 
     def pause() -> None:
         paused.set()
-        assert go.wait(30)
+        assert go.wait(PATIENCE_S)
 
     def fork() -> None:
         try:
@@ -88,17 +89,17 @@ def meets(at: int, commands: int, during: int = 10**6, kind: type[Taking] = Taki
 
     def goes_on() -> None:
         go.set()
-        assert over.wait(30)
+        assert over.wait(PATIENCE_S)
 
     thread = threading.Thread(target=fork)
     thread.start()
-    assert paused.wait(30)
+    assert paused.wait(PATIENCE_S)
     collecting = Run(run.job, Taking(run.store, during, goes_on))
     for _ in range(commands):
         rounds(collecting)
         release(collecting, run.latest_claim())
     go.set()
-    thread.join(30)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive() and run.store.exists("fork/job.json") is began[0], "a fork that was refused leaves nothing"
     return began[0], OLD in forks.references(run.store, "run") and Checkpoints(run.store, "run").verify(OLD).good
 

@@ -18,6 +18,7 @@ from elastic.protocol.events import Tick
 from elastic.runs import restarts, resume
 from elastic.runs.run import Run
 from tests.storage.states import TENSORS, state_of, write
+from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
 
 _numbers = itertools.count()
@@ -47,7 +48,7 @@ class Starts:
             journal = self.run.journal(self.folder / str(incarnation), before)
             record = codec.record(journal.next, 0.0, Tick(), codec.fold(before, ()), Transition(state, (), ()))
             journal.append(record, lambda: codec.snapshot(state), durable=True)
-            assert journal.ship(10.0)
+            assert journal.ship(PATIENCE_S)
             journal.close()
             assert self.run.end() == end
 

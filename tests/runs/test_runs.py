@@ -29,6 +29,7 @@ from storage.journal import Journal, replicas
 from storage.objects import ObjectStore
 from tests.control.play import Play, stepping
 from tests.storage.states import TENSORS, state_of, write
+from tests.support.patience import PATIENCE_S
 from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
@@ -78,7 +79,7 @@ def end_as(life: Life, state: State) -> None:
     life.play.run = replace(life.play.run, state=state)
     record = codec.record(life.journal.next, 0.0, Tick(), life.recorded, replace(life.play.last, run=life.play.run))
     life.journal.append(record, lambda: codec.snapshot(life.play.run), durable=True)
-    assert life.journal.ship(10.0)
+    assert life.journal.ship(PATIENCE_S)
 
 
 def recovered(life: Life, sources: list[replicas.Written]) -> RunState | None:
@@ -267,7 +268,7 @@ def continued(tmp_path: Path) -> Life:
     for step in range(1, 8):
         life.step(step)
         if step < 5:
-            assert life.journal.ship(10.0)
+            assert life.journal.ship(PATIENCE_S)
     life.copy()
     assert bytes(life.keeper.data).startswith(b'{"format":4,"continues":') and life.keeper.data.count(b"\n") == 4
     return life
@@ -331,7 +332,7 @@ def test_who_was_followed_by_another_life_is_deposed(life: Life) -> None:
 def test_a_life_after_one_that_was_cut_off_begins_under_numbers_of_its_own(life: Life) -> None:
     """The last records of the other life are on lost disks: a generation known only there may have written parts of a checkpoint."""
     assert life.run.standing(2, 0.0).generation == 0, "nothing is in the bucket yet"
-    life.journal.ship(10.0)
+    life.journal.ship(PATIENCE_S)
     assert life.run.standing(2, 0.0).generation == life.play.run.generation + 2 * UNREAD
     assert life.run.standing(0, 0.0).generation == life.play.run.generation, "who takes over, or only looks, counts by itself"
 
@@ -340,7 +341,7 @@ def test_a_life_after_another_says_what_is_done_again(life: Life) -> None:
     """The control is a run that never ran."""
     assert life.run.begins(2, 0.0)[1] == "", "the control"
     life.step(3)
-    life.journal.ship(10.0)
+    life.journal.ship(PATIENCE_S)
     reached = life.play.run.step
     state, said = life.run.begins(2, 0.0)
     assert state == life.run.standing(2, 0.0)
@@ -369,7 +370,7 @@ def test_a13_a_life_after_another_remembers_what_was_said_of_layers(life: Life) 
 def test_a_run_has_ended_as_its_last_owner_recorded(life: Life) -> None:
     """A coordinator that claims the run afterwards may have continued it, and nobody knows how far."""
     assert life.run.end() is None, "nothing is in the bucket yet"
-    assert life.journal.ship(10.0)
+    assert life.journal.ship(PATIENCE_S)
     assert life.run.end() is None, "it was left in the middle"
     end_as(life, Failed("it went wrong", "a traceback"))
     assert life.run.end() == Failed("it went wrong", "a traceback")

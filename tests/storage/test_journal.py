@@ -17,6 +17,7 @@ from storage.journal import CONTINUATIONS, SEGMENT_RECORDS, Journal, newest, par
 from storage.journal.objects import key_of, packed, unpacked
 from storage.objects import Data, ObjectStore
 from tests.support.full_disk import full_disk
+from tests.support.patience import PATIENCE_S, until
 from tests.support.stores import Forwarding
 
 pytestmark = pytest.mark.fast
@@ -67,15 +68,6 @@ def write(journal: Journal, count: int, *, durable: bool = False) -> None:
         journal.append({"n": n}, lambda n=n: {"sum": n * (n + 1) // 2}, durable=durable)  # type: ignore[misc]
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    """Waits until another thread has made ``holds`` true."""
-    for _ in range(10_000):
-        if holds():
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError("it did not come about within 10 s")
-
-
 def test_segments_begin_with_what_was_known_before(store: Moody, start: Callable[..., Journal]) -> None:
     journal = start()
     write(journal, SEGMENT_RECORDS * 2 + 3)
@@ -93,9 +85,9 @@ def test_a_segment_does_not_wait_for_the_next_record(store: Moody, start: Callab
     """The bucket has a record after ``segment_s`` even when nothing else happens."""
     journal = start(segment_s=0.01)
     write(journal, 1)
-    eventually(lambda: store.exists(key_of("run", 0)))
+    until(lambda: store.exists(key_of("run", 0)))
     write(journal, 1)
-    eventually(lambda: store.exists(key_of("run", 1)))
+    until(lambda: store.exists(key_of("run", 1)))
     assert [snapshot for snapshot, _ in read(store, "run")] == [{"sum": 0}, {"sum": 0}]
     journal.close()
 
@@ -116,7 +108,7 @@ def test_the_disk_holds_what_the_bucket_lacks_and_little_more(store: Moody, tmp_
     journal = Journal(store, "run", tmp_path, 0, {"sum": 0}, segment_s=3600.0, retry_s=0.001)
     for _ in range(20):
         write(journal, SEGMENT_RECORDS)
-        assert journal.ship(10.0)
+        assert journal.ship(PATIENCE_S)
         assert len(list(tmp_path.iterdir())) <= 2
     store.up.clear()
     write(journal, 3 * SEGMENT_RECORDS)
@@ -148,7 +140,7 @@ def objects(journal: Journal, count: int, length: int = 10) -> None:
     for _ in range(count):
         n = journal.next
         journal.append({"n": n, "said": "x" * length}, lambda n=n: {"run": n + 1, "known": KNOWN}, durable=False)  # type: ignore[misc]
-        assert journal.ship(10.0)
+        assert journal.ship(PATIENCE_S)
 
 
 def lengths(store: Moody) -> list[int]:
@@ -235,7 +227,7 @@ def test_who_loses_the_create_of_a_continuation_is_deposed(store: Moody, start: 
     old, new = start(), start(first=3, snapshot=3)
     objects(old, 3)
     write(new, 1)
-    assert new.ship(10.0)
+    assert new.ship(PATIENCE_S)
     with pytest.raises(Deposed, match=r"000000000003.jsonl.gz was written by another coordinator"):
         objects(old, 1)
     assert newest(store, "run") == ({"sum": 3}, [{"n": 3}])
@@ -276,7 +268,7 @@ def test_a_record_that_a_full_disk_refuses_leaves_no_trace(store: Moody, tmp_pat
         say(journal, "lost")
     assert (journal.next, journal.end) == (before, end)
     if not before:
-        assert journal.ship(10.0) and store.list() == [], "a head without records is no object"
+        assert journal.ship(PATIENCE_S) and store.list() == [], "a head without records is no object"
     for what in ("second", "c"):
         say(journal, what)
         told.append(what)
@@ -328,12 +320,12 @@ def test_a_store_that_is_down_delays_nothing(store: Moody, start: Callable[..., 
     store.up.clear()
     journal = start()
     write(journal, SEGMENT_RECORDS * 3)
-    store.asked.wait(10)
-    eventually(lambda: "503 slow down" in journal.behind)
+    store.asked.wait(PATIENCE_S)
+    until(lambda: "503 slow down" in journal.behind)
     assert store.list() == []
     store.up.set()
-    eventually(lambda: len(store.list()) == 3)
-    eventually(lambda: journal.behind == "")
+    until(lambda: len(store.list()) == 3)
+    until(lambda: journal.behind == "")
     journal.close()
     assert len(records(store, "run")) == SEGMENT_RECORDS * 3
 
@@ -343,7 +335,7 @@ def test_closing_gives_up_on_a_store_that_stays_down(store: Moody, start: Callab
     journal = start()
     write(journal, 3)
     journal.close(timeout_s=0.05)
-    eventually(lambda: "503" in journal.behind)
+    until(lambda: "503" in journal.behind)
     assert store.list() == []
 
 
@@ -361,14 +353,14 @@ def test_who_loses_a_create_is_deposed(store: Moody, start: Callable[..., Journa
     """Promise 3: two coordinators cannot both go on; what the first one wrote stays."""
     old = start(segment_s=0.0)
     write(old, 2)
-    eventually(lambda: len(records(store, "run")) == 2)
+    until(lambda: len(records(store, "run")) == 2)
     store.up.clear()
     write(old, 1)  # on the local disk only
     store.asked.clear()
     new = start(first=2, snapshot=1, segment_s=0.0)
     store.put(key_of("run", 2), b"the new coordinator's")
     store.up.set()
-    eventually(lambda: bool(old.deposed))
+    until(lambda: bool(old.deposed))
     with pytest.raises(Deposed):
         old.tail(0)
     with pytest.raises(Deposed, match=r"000000000002.jsonl.gz was written by another coordinator"):
@@ -447,15 +439,15 @@ def test_what_was_appended_is_shipped_at_once_where_that_is_asked_for(store: Moo
     journal = start()
     assert journal.ship(0.0), "there is nothing yet"
     write(journal, 3)
-    assert journal.ship(10.0)
+    assert journal.ship(PATIENCE_S)
     write(journal, 2)
-    assert journal.ship(10.0) and journal.ship(0.0)
+    assert journal.ship(PATIENCE_S) and journal.ship(0.0)
     assert [len(found) for _, found in read(store, "run")] == [3, 2]
     store.up.clear()
     write(journal, 1)
     assert not journal.ship(0.05), "the store is down"
     store.up.set()
-    assert journal.ship(10.0) and len(records(store, "run")) == 6
+    assert journal.ship(PATIENCE_S) and len(records(store, "run")) == 6
 
 
 def test_who_is_deposed_learns_it_when_it_ships(store: Moody, start: Callable[..., Journal]) -> None:
@@ -463,6 +455,6 @@ def test_who_is_deposed_learns_it_when_it_ships(store: Moody, start: Callable[..
     write(first, 1)
     write(second, 1)
     second.append({"n": 1, "mine": True}, lambda: {"sum": 0}, durable=True)
-    assert first.ship(10.0)
+    assert first.ship(PATIENCE_S)
     with pytest.raises(Deposed):
-        second.ship(10.0)
+        second.ship(PATIENCE_S)

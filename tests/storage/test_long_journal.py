@@ -11,6 +11,7 @@ from storage.journal import Journal, Newest, newest, parse, read, records
 from storage.journal.objects import key_of, packed, sealed, unpacked
 from storage.objects import ObjectStore
 from tests.storage.test_journal import KNOWN, Moody, objects, write
+from tests.support.patience import PATIENCE_S
 from tests.support.syncs import noted
 
 pytestmark = pytest.mark.fast
@@ -51,7 +52,7 @@ def test_the_end_of_a_journal_of_any_age_is_found_by_five_short_listings(tmp_pat
     journal = Journal(store, "run", tmp_path, first + count, {"run": 7}, segment_s=3600.0)
     for _ in range(3):
         journal.append({"n": journal.next}, lambda: {"run": 7, "known": KNOWN}, durable=False)
-        assert journal.ship(10.0)
+        assert journal.ship(PATIENCE_S)
     journal.close()
     assert newest(store, "run") == ({"run": 7, "known": KNOWN}, [{"n": first + count + 1}, {"n": first + count + 2}])
     assert store.listings <= 5 and store.names <= 1_600
@@ -115,7 +116,7 @@ def test_whenever_a_writer_dies_its_disk_and_the_bucket_have_every_record(
     for n in range(60):
         journal.append({"n": n}, lambda n=n: {"run": n + 1}, durable=False)  # type: ignore[misc]
         if n % 4 == 3:
-            journal.ship(10.0)
+            journal.ship(PATIENCE_S)
         left = parse(b"".join(path.read_bytes() for path in sorted(local.iterdir())), tail=True)
         there = {record["n"] for record in records(store, "run")} | {record["n"] for _, some in left for record in some}
         lost += sorted(set(range(n + 1)) - there)

@@ -198,7 +198,7 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_be_seen(sw
     with writer.stdout:
         assert writer.stdout.readline() == "half way\n"
         writer.kill()
-        assert writer.wait(10) == -signal.SIGKILL
+        assert writer.wait(PATIENCE_S) == -signal.SIGKILL
     assert uploads(store) == [f"{store.prefix}/run/a"]  # it was half way
     assert store.list() == []
     with pytest.raises(Missing):

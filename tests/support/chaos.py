@@ -114,7 +114,7 @@ class Witness(threading.Thread):
     def close(self) -> None:
         self.done.set()
         self.join(PATIENCE_S)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         for each in self.seen.values():
             each.ended = each.ended or each.process.wait(max(deadline - time.monotonic(), 0.1))
             each.final = each.final or each.counts()

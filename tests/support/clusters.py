@@ -134,7 +134,7 @@ class Nodes:
         """Kills every process of every node by SIGKILL, frozen first so that none sees another die.  Returns how each ended."""
         watched = [each for node in self.started for each in frozen(node.process.pid)]
         kill_all(watched)
-        ends = wait_gone(watched, 10)
+        ends = wait_gone(watched, PATIENCE_S)
         assert not (left := processes(f"{MARK}={self.folder}")), left
         return ends
 
@@ -155,7 +155,7 @@ class Nodes:
                 each.process.poll()
             time.sleep(0.05)
         for each in self.started:
-            each.process.wait(10)  # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
+            each.process.wait(PATIENCE_S)  # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -171,8 +171,8 @@ class Command:
         """Kills the whole tree of processes by SIGKILL, frozen first so that none can react to the death of another."""
         watched = frozen(self.process.pid)
         kill_all(watched)
-        self.process.wait(10)
-        return wait_gone(watched, 10)
+        self.process.wait(PATIENCE_S)
+        return wait_gone(watched, PATIENCE_S)
 
 
 def view_of(name: str) -> View | None:

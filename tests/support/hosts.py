@@ -200,10 +200,10 @@ class Hosts:
                 raylet.poll()
             time.sleep(0.05)
         for raylet in self.raylets.values():
-            raylet.wait(10)
+            raylet.wait(PATIENCE_S)
         assert self.wire.stdin is not None and self.wire.stdout is not None
         self.wire.stdin.close()
-        self.wire.wait(10)
+        self.wire.wait(PATIENCE_S)
         self.wire.stdout.close()
         for name in self.names[1:]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=PATIENCE_S)

@@ -121,17 +121,17 @@ class Swift:
         """Kills servers by SIGKILL, as a power cut would; all of them by default."""
         for name in names or SERVERS:
             self.processes[name].send_signal(signal.SIGKILL)
-            self.processes[name].wait(10)
+            self.processes[name].wait(PATIENCE_S)
 
     def stop(self) -> None:
         for process in self.processes.values():
             process.terminate()
         for process in self.processes.values():
             try:
-                process.wait(10)
+                process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10)
+                process.wait(PATIENCE_S)
 
     def __enter__(self) -> Swift:
         self.start()

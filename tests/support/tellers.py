@@ -19,6 +19,7 @@ from typing import Any
 
 from elastic.train.effects import Effects
 from storage.objects import Data, ObjectStore
+from tests.support.patience import PATIENCE_S
 from tests.support.stores import Forwarding
 
 STEPS = 5
@@ -75,12 +76,12 @@ def tell(folder: Path, begun: int, last: int, moments: Moments, *, early: bool, 
     effects.add(function)
     effects.begin(begun)
     if waits:
-        assert store.written.acquire(timeout=60)
+        assert store.written.acquire(timeout=PATIENCE_S)
     for step in range(begun + 1, last + 1):
         moments.passes()
         effects.committed(step)
         if waits:
-            assert store.written.acquire(timeout=60)
+            assert store.written.acquire(timeout=PATIENCE_S)
     effects.close(broken=False)
 
 

@@ -55,7 +55,7 @@ def test_a_signal_is_told_from_an_exit() -> None:
         killed.kill(signal.SIGSEGV)
         assert exits.stdin is not None
         exits.stdin.close()
-        first, second = wait_gone([killed, exited], 10)
+        first, second = wait_gone([killed, exited], PATIENCE_S)
         assert (first.signal, first.exit_code) == (signal.SIGSEGV, None)
         assert (second.signal, second.exit_code) == (None, 7)
         assert not killed.running
@@ -67,7 +67,7 @@ def test_the_status_outlives_the_zombie() -> None:
     with child("sleep", "60") as (process, watched):
         watched.kill()
         process.wait()
-        ended = watched.wait(10)
+        ended = watched.wait(PATIENCE_S)
         assert (ended.source, ended.signal) in (("pidfd", signal.SIGKILL), ("gone", None))
 
 
@@ -95,7 +95,7 @@ for _ in range(20):
                 assert watched.ended() is None
                 process.stdin.write(b"\n")
                 process.stdin.flush()
-                assert watched.wait(10).exit_code == 7
+                assert watched.wait(PATIENCE_S).exit_code == 7
 
 
 def test_a_process_that_does_not_end_is_an_error() -> None:
@@ -120,7 +120,7 @@ def test_a_process_is_found_by_its_mark_and_its_parent(tmp_path: Path) -> None:
         assert [found.pid for found in processes(mark)] == [process.pid]
         assert process.pid in children(os.getpid())
         process.kill()
-        watched.wait(10)
+        watched.wait(PATIENCE_S)
         assert processes(mark) == []
 
 
@@ -132,8 +132,8 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
             before.assert_nothing_left(str(tmp_path), 0.05)
         assert process.stdin is not None
         process.stdin.close()
-        watched.wait(10)
-        before.assert_nothing_left(str(tmp_path), 10)
+        watched.wait(PATIENCE_S)
+        before.assert_nothing_left(str(tmp_path), PATIENCE_S)
     segment = SHM / f"elastic-test-{os.getpid()}-w1"
     segment.write_bytes(b"left")
     try:
@@ -154,8 +154,8 @@ def test_a_process_that_is_ending_is_not_taken_for_a_killed_one() -> None:
         watched = frozen(process.pid)
         for each in watched:
             each.kill()
-        process.wait(10)
-        assert watched and all(end.signal is signal.SIGKILL for end in wait_gone(watched, 10))
+        process.wait(PATIENCE_S)
+        assert watched and all(end.signal is signal.SIGKILL for end in wait_gone(watched, PATIENCE_S))
 
 
 def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
@@ -169,15 +169,15 @@ def test_a_frozen_tree_is_killed_and_nobody_in_it_hangs_up() -> None:
         watched = frozen(process.pid)
         assert [each.pid for each in watched] == [process.pid, *children(process.pid)]
         kill_all(watched)
-        process.wait(10)
-        assert {end.signal for end in wait_gone(watched, 10)} == {signal.SIGKILL}
+        process.wait(PATIENCE_S)
+        assert {end.signal for end in wait_gone(watched, PATIENCE_S)} == {signal.SIGKILL}
     with child(sys.executable, "-c", parent, stdout=subprocess.PIPE, start_new_session=True) as (process, _):
         assert process.stdout is not None
         process.stdout.readline()
         first, second = frozen(process.pid)
         first.kill()  # the control: the wrong order
-        process.wait(10)
-        assert second.wait(10).signal is signal.SIGHUP
+        process.wait(PATIENCE_S)
+        assert second.wait(PATIENCE_S).signal is signal.SIGHUP
 
 
 def test_an_actor_that_is_left_and_memory_of_copies_are_found() -> None:

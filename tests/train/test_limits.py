@@ -41,6 +41,7 @@ from elastic.train.machine.limits import (
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from elastic.train.session import make_snapshots
 from storage.slices import Tensor
+from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.fast
@@ -145,7 +146,7 @@ def test_one_worker_of_a_node_at_a_time() -> None:
         other = threading.Thread(target=enter)
         other.start()
         assert not entered.wait(0.2)
-    assert entered.wait(10)
+    assert entered.wait(PATIENCE_S)
     other.join()
 
 
@@ -197,7 +198,7 @@ def test_a_full_one_is_an_error_and_no_signal() -> None:
     """The mount has room for the counters of one worker."""
     mount = f'mount -t tmpfs -o size={SEGMENT} none /dev/shm && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", FULL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     fits, full, why = done.stdout.splitlines()
     assert fits == "" and full == no_segment(0) and why == "No space left on device"
 

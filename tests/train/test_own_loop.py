@@ -30,6 +30,7 @@ from storage.errors import Unavailable
 from storage.objects import Data, ObjectStore
 from tests.support.chaos import exported_hash
 from tests.support.own_loops import steps_in
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
 from tests.support.segments import Member, Part, Trained, finish, member, shard_hash, train
 from tests.support.stores import Forwarding
@@ -259,7 +260,7 @@ class Held(Forwarding):
         self.writes.append(json.loads(bytes(data))["step"])
         if self.holds:
             self.held.set()
-            if not self.free.wait(10):
+            if not self.free.wait(PATIENCE_S):
                 raise Unavailable(key, "nothing has let it go, since the step waits for it")
         super().put(key, data)
 
@@ -276,7 +277,7 @@ def test_u4_no_step_waits_for_the_note_of_what_was_told(tmp_path: Path) -> None:
     effects.begin(0)
     store.holds = True
     effects.committed(1)
-    assert store.held.wait(10)
+    assert store.held.wait(PATIENCE_S)
     for step in (2, 3, 4, 5):
         effects.committed(step)
     assert seen == [1, 2, 3, 4, 5] and store.writes == [0, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from elastic.train.meter import Meter
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
 from tests.support.segments import member
-from tests.support.toys import Sums, toy_job
+from tests.support.toys import toy_job
 
 READ_S = 0.05
 CPU = torch.device("cpu")
@@ -47,13 +46,25 @@ def test_every_member_knows_the_operations_of_a_step(ranks: Ranks, tmp_path: Pat
 
 
 def steps_with_slow_data(world: World, job: Job, slow: int) -> tuple[list[Outcome], float]:
-    """Runs three steps in which the data of world rank ``slow`` is slow; returns them, and the time that they took."""
+    """Runs three steps in which the data of world rank ``slow`` is slow; returns them, and the time that they took.
+
+    The times are those of a clock that only the reads and the computing of this member move on.
+    """
+    now = [0.0]
     with member(world, job, Version(0, 0), prefetch=0) as me:
-        dataset = me.session.loader.dataset
-        assert isinstance(dataset, Sums)
-        dataset.read_s = READ_S if world.rank == slow else 0.0
-        began = time.monotonic()
-        return [me.step() for _ in range(3)], time.monotonic() - began
+        loader, read = me.session.loader, me.session.loader.dataset.read
+        me.session.meter, loader._clock = Meter(lambda: now[0]), lambda: now[0]
+
+        def takes(seconds: float) -> None:
+            now[0] += seconds
+
+        def reads(ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
+            takes(READ_S if world.rank == slow else READ_S / 10)
+            return read(ids)
+
+        loader.dataset.read = reads  # type: ignore[method-assign]
+        me.state.model.register_forward_pre_hook(lambda *_: takes(READ_S))
+        return [me.step() for _ in range(3)], now[0]
 
 
 @pytest.mark.parametrize("slow", [0, 1])

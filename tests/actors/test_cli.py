@@ -25,6 +25,7 @@ from elastic.report.story import Line, StepLine
 from elastic.runs.run import Run
 from tests.support.commands import Command, assert_no_actor_left
 from tests.support.job_file import to_toml
+from tests.support.patience import PATIENCE_S
 from tests.support.state_hash import state_hash
 from tests.support.toys import toy_job
 
@@ -468,6 +469,7 @@ def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPa
 
 def test_room_that_another_job_has_just_left_is_waited_for(full_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's head hears of it a moment later: a run that began at once was refused, with all CPUs free."""
+    monkeypatch.setattr(cluster, "ROOM_S", PATIENCE_S)  # the head of a busy machine hears of it later
     timer = threading.Timer(1.0, ray.kill, [full_cluster])
     timer.start()
     cluster.check_room(Workers())

@@ -85,7 +85,7 @@ def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket
     gated = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)[0]
     args = {"read_s": 0.02, "gates": {str(gated): str(tmp_path / "gate")}}
     fault = {"point": "save", "step": KILLED_AT, "world_rank": 1}
-    patience = {"grow_debounce_s": 8}  # the first world has both workers
+    patience = {"grow_debounce_s": 30}  # the first world has both workers
     job = job_of(bucket, "s3", args, workers={"min": 1, "max": 2}, faults=[fault], deadlines=patience)
     outage = Outage(swift, tmp_path / "gate")
     first = trial(job, outage)

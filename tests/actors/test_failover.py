@@ -65,7 +65,7 @@ def job_of(bucket: Path, name: str, early: int = 0, **changes: Any) -> Job:
         "data": {"dataset": "tests.support.toys:Sums", "args": args},
         "workers": {"min": 1, "max": 2},
         "checkpoint": {"save_every": 6},
-        "deadlines": {"grow_debounce_s": 8, "stall_s": 120},
+        "deadlines": {"grow_debounce_s": 30, "stall_s": 120},
     }
     return toy_job(bucket, **(values | changes))
 

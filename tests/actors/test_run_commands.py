@@ -52,7 +52,7 @@ def test_a13_a_status_names_the_layers_that_were_warned_of() -> None:
 def job_file(folder: Path, name: str, steps: int = 10_000, bucket: str = "bucket", **changes: Any) -> Job:
     """Returns a job whose samples are slow, and writes its file."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}
-    job = toy_job(folder / bucket, name=name, steps=steps, data=data, deadlines={"lease_s": 60, "grow_debounce_s": 8}, **changes)
+    job = toy_job(folder / bucket, name=name, steps=steps, data=data, deadlines={"lease_s": 60, "grow_debounce_s": 30}, **changes)
     (folder / "job.toml").write_text(to_toml(job))
     return job
 
@@ -163,7 +163,7 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     removed = re.findall(r"removed (.+)", said)
     assert {each for each in removed if each.startswith("actor ")} >= {f"actor {token}/w1", f"actor {token}/w2"}
     assert {str(segment(token, "w1")), str(segment(token, "w2")), str(log_folder(token))} <= set(removed)
-    assert all(worker.wait(10) for worker in workers)
+    assert all(worker.wait(PATIENCE_S) for worker in workers)
     assert_no_actor_left("left")
     assert not log_folder(token).exists() and Run.open(job).owner() is not None, "what is in the bucket stays"
     assert main(command) == 0

@@ -198,7 +198,7 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
         data={"dataset": "mine.watched:Paced", "args": {"read_s": 0.2, "gated": list(gated)}},
         workers={"min": 1, "max": 3},
         on_driver_exit="detach",
-        deadlines={"grow_debounce_s": 8, "stall_s": 120},  # nobody moves at the gate
+        deadlines={"grow_debounce_s": 30, "stall_s": 120},  # nobody moves at the gate
     )
     expected = reference(job, tmp_path, "mine", monkeypatch)
     act = StopThenKillThenGrow(nodes, tmp_path / "project" / "seen" / "hurry")
@@ -351,7 +351,7 @@ def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
     ray.shutdown()
     ends = nodes.kill_everything()
     first.process.kill()
-    first.process.wait(10)
+    first.process.wait(PATIENCE_S)
     # 1: it happened, inside the run, to everybody
     assert len(ends) > 10 and {end.signal for end in ends} == {signal.SIGKILL}
     newest = Run.open(job).newest()

@@ -112,7 +112,7 @@ def user_job(folder: Path, package: str, **changes: object) -> Job:
         "optim": {"lr": 1e-2},
         "data": {"dataset": f"{package}.code:Walks"},
         "checkpoint": {"save_every": 4},
-        "deadlines": {"grow_debounce_s": 8},  # so that the first world has every worker for which there is room
+        "deadlines": {"grow_debounce_s": 30},  # so that the first world has every worker for which there is room
     }
     job = Job(**(values | changes))  # type: ignore[arg-type]
     (folder / "job.toml").write_text(to_toml(job))

@@ -185,6 +185,6 @@ def toy_job(bucket: Path | str, **changes: Any) -> Job:
         "optim": {"lr": 1e-2},
         "schedule": {"warmup_steps": 2},
         "checkpoint": {"save_every": 1000},
-        "deadlines": {"grow_debounce_s": 8},  # so that the first world has every worker for which there is room
+        "deadlines": {"grow_debounce_s": 30},  # so that the first world has every worker for which there is room, however busy the machine
     }
     return Job(**(values | changes))

@@ -16,11 +16,11 @@ COPY_BYTES = 64 * 2**20
 
 @contextlib.contextmanager
 def busy_cores(processes: int) -> Iterator[None]:
-    """Runs this number of processes that only compute, at niceness 15, which Ray gives its workers too.
+    """Runs this number of processes that only compute, at the niceness of the workers: 0, by ``TUNED`` in ``tests/support/clusters.py``.
 
-    At niceness 0 three such processes slow a step down to 20 s; runs survived that too.
+    At Ray's 15 for workers, three such processes slow a step down to 20 s; runs survived that too.
     """
-    started = [subprocess.Popen(["nice", "-n", "15", sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
     finally:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from actors import launch, living
 from actors.keeper import GROUPS
 from actors.objects import UsersCode
 from actors.processes import leave_nothing, make_log_folder
-from actors.relay import HOPS, Orders
+from actors.relay import Orders
 from actors.view import View
 from actors.worker import Worker
 from elastic.ids import NodeId, WorkerId
@@ -31,36 +30,43 @@ from tests.support.chaos import Witness, assert_nothing_left, formed, trial
 from tests.support.hollow import HollowCoordinator
 from tests.support.nodes import Node, joined
 from tests.support.patience import PATIENCE_S, until
-from tests.support.relay import FENCE_S, Desk, Forgetful, Gatherer, Speaker
+from tests.support.relay import FENCE_S, PATIENT_S, Desk, Forgetful, Gatherer, Speaker
 from tests.support.toys import toy_job
 
 HOME, WORKERS = NodeId("home"), tuple(WorkerId(f"w{number}") for number in range(4))
 
 
 class Counted:
-    """A keeper's handle that counts the calls by which orders are passed on."""
+    """A keeper's handle that notes the calls by which orders are passed on."""
 
     def __init__(self, keeper: Any) -> None:
-        self.keeper, self.calls = keeper, 0
+        self.keeper, self.made = keeper, list[Any]()
         self.relay = self
 
+    @property
+    def calls(self) -> int:
+        return len(self.made)
+
     def remote(self, *arguments: Any) -> Any:
-        self.calls += 1
-        return self.keeper.relay.remote(*arguments)
+        self.made.append(self.keeper.relay.remote(*arguments))
+        return self.made[-1]
 
 
 class Office:
-    """A desk, a keeper, and four workers of one node."""
+    """A desk, a keeper, and four workers of one node, of whom the keeper follows those in ``known``.
 
-    def __init__(self, known: tuple[WorkerId, ...] = WORKERS) -> None:
+    By default nobody gives up a keeper that is slow: if it was given up, messages would arrive twice.
+    """
+
+    def __init__(self, known: tuple[WorkerId, ...] = WORKERS, fence_s: float = PATIENT_S) -> None:
         self.desk = ray.remote(num_cpus=0)(Desk).remote()
         self.keeper = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(HOME, self.desk)
-        self.workers = {worker: ray.remote(num_cpus=0)(Speaker).remote(worker, self.desk) for worker in WORKERS}
+        self.workers = {worker: ray.remote(num_cpus=0)(Speaker).remote(worker, self.desk, fence_s) for worker in WORKERS}
         ray.get([self.keeper.follow.remote(worker, self.workers[worker]) for worker in known])
         ray.get([actor.speak_through.remote(self.keeper) for actor in self.workers.values()])
         self.pid = ray.get(self.keeper.pid.remote())
         self.counted = Counted(self.keeper)
-        self.orders = Orders(1, self.workers, dict.fromkeys(WORKERS, HOME), {HOME: self.counted}, FENCE_S)
+        self.orders = Orders(1, self.workers, dict.fromkeys(WORKERS, HOME), {HOME: self.counted}, fence_s)
 
     def say(self, *numbers: int) -> None:
         ray.get([actor.say.remote(*numbers) for actor in self.workers.values()])
@@ -84,7 +90,7 @@ class Office:
 
 @pytest.fixture
 def office(request: pytest.FixtureRequest) -> Iterator[Office]:
-    office = Office(getattr(request, "param", WORKERS))
+    office = Office(**getattr(request, "param", {}))
     yield office
     os.kill(office.pid, signal.SIGCONT) if Path(f"/proc/{office.pid}").exists() else None
     office.orders.close()
@@ -106,12 +112,13 @@ def test_one_call_brings_what_all_workers_of_a_node_say_and_one_call_orders_all(
     assert office.counted.calls == 2
 
 
-@pytest.mark.parametrize("office", [WORKERS[:2]], indirect=True)
+@pytest.mark.parametrize("office", [{"known": WORKERS[:2]}], indirect=True)
 def test_a_worker_that_the_keeper_does_not_follow_gets_its_orders_directly(office: Office) -> None:
     office.orders.send(WORKERS, "go", 7)
     until(lambda: office.all_obeyed((1, "go", 7)), what=f"each once: {office.obeyed()}")
 
 
+@pytest.mark.parametrize("office", [{"fence_s": FENCE_S}], indirect=True)
 @pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_keeper_that_stands_still_or_dies_loses_nothing(office: Office, fate: signal.Signals) -> None:
     office.say(1)
@@ -136,7 +143,9 @@ def test_a_keeper_that_stands_still_or_dies_loses_nothing(office: Office, fate: 
 def test_a_worker_that_cannot_start_is_heard_before_its_process_counts_as_gone(tmp_path: Path) -> None:
     desk = ray.remote(num_cpus=0, max_concurrency=2)(Desk).remote()
     ray.get(desk.take.remote(0.5))
-    job, run = toy_job(tmp_path, name="refused", workers={"gpus": 1}), f"refused-{os.getpid()}"  # Ray gives it no GPU, so it finds none
+    patience = {"fence_s": PATIENCE_S}  # it waits a tenth of that for the desk
+    job = toy_job(tmp_path, name="refused", workers={"gpus": 1}, deadlines=patience)  # Ray gives it no GPU, so it finds none
+    run = f"refused-{os.getpid()}"
     make_log_folder(run)
     worker = ray.remote(num_cpus=0, num_gpus=0, concurrency_groups={"control": 1, "life": 1})(Worker).remote(
         job, run, WORKERS[0], desk, UsersCode([]), b"secret"
@@ -171,6 +180,7 @@ def test_one_call_asks_for_the_leases_of_all_workers_of_a_node(office: Office) -
     assert ray.get(office.desk.read_asked.remote())[len(together) :] == [1] * len(WORKERS), "the control"
 
 
+@pytest.mark.parametrize("office", [{"fence_s": FENCE_S}], indirect=True)
 def test_an_outbox_returns_to_a_keeper_that_was_late(office: Office) -> None:
     """While the keeper stands still, what a worker says goes directly.  Once it has answered, it passes on again."""
     first, actor = WORKERS[0], office.workers[WORKERS[0]]
@@ -181,7 +191,8 @@ def test_an_outbox_returns_to_a_keeper_that_was_late(office: Office) -> None:
     assert ray.get(actor.spoke_directly.remote()) == 2, "the control"
     os.kill(office.pid, signal.SIGCONT)
     until(lambda: office.heard()[first].count(1) == 2, what="the late one arrives, too")
-    until(lambda: ray.get(actor.keeper_answered.remote()), what="the worker knows it")
+    until(lambda: ray.get(actor.all_answered.remote()), what="the worker knows it")
+    ray.get(actor.be_patient.remote())
     ray.get(actor.say.remote(3))
     until(lambda: 3 in office.heard()[first], what="it is heard")
     assert ray.get(actor.spoke_directly.remote()) == 2, "through the keeper"
@@ -190,13 +201,13 @@ def test_an_outbox_returns_to_a_keeper_that_was_late(office: Office) -> None:
 def test_what_a_keeper_takes_with_it_is_sent_again(office: Office) -> None:
     """It answers once it has sent an order, which may not have arrived when it dies.  The control: nobody else sends it."""
     forgetful = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Forgetful).remote(HOME, office.desk)
-    ray.get(forgetful.pid.remote())  # while its process starts, it is late, and the orders go directly
-    keepers = {HOME: forgetful}
-    orders = Orders(1, office.workers, dict.fromkeys(WORKERS, HOME), keepers, FENCE_S)
+    counted = Counted(forgetful)
+    keepers = {HOME: counted}
+    orders = Orders(1, office.workers, dict.fromkeys(WORKERS, HOME), keepers, PATIENT_S)
     orders.send(WORKERS, "fence", 7, False)
     orders.send(WORKERS, "settle", 7, None)
-    time.sleep(2 * FENCE_S / HOPS)
-    assert not any(office.obeyed().values()), "the control"
+    ray.get(counted.made, timeout=PATIENCE_S)
+    assert counted.calls == 2 and not any(office.obeyed().values()), "the control"
     ray.kill(forgetful)
     del keepers[HOME]
     orders.lost(HOME)
@@ -241,7 +252,7 @@ def test_a_keeper_that_stands_still_while_a_worker_of_its_node_dies_costs_nobody
             copies={"copy_every": 0},
             checkpoint={"save_every": 100_000},
             data={"dataset": "tests.support.toys:Sums", "args": {"samples": 1_280_000}},
-            deadlines={"grow_debounce_s": 5, "fence_s": 10, "silence_s": 60, "stop_s": 5},
+            deadlines={"grow_debounce_s": 5, "fence_s": 30, "silence_s": 60, "stop_s": 5},
         )
         chaos = trial(job, act, hash_it=False)
     assert chaos.result.state == "Stopped" and stopped

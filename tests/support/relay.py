@@ -9,13 +9,18 @@ from typing import Any
 
 import ray
 
+from actors import relay
 from actors.keeper import Keeper
-from actors.relay import Outbox, answered
+from actors.relay import HOPS, Outbox, answered
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import Event, Here
+from tests.support.patience import PATIENCE_S
 
 FENCE_S = 10.0
+"""``fence_s`` where a keeper stands still, and is to be found late."""
+PATIENT_S = HOPS * PATIENCE_S
+"""``fence_s`` where nobody is to be found late, however busy the machine is."""
 
 
 class Desk:
@@ -48,9 +53,10 @@ class Desk:
 
 
 class Gatherer(Keeper):
-    """A keeper that does nothing but pass on."""
+    """A keeper that does nothing but pass on, and does not give up a coordinator that is slow."""
 
     def __init__(self, node: NodeId, desk: Any) -> None:
+        relay.PASSED_S = PATIENCE_S
         self.node, self.replica, self._hearing = node, Replica(), threading.Lock()
         self.actors = {}
         self.pass_to(desk)
@@ -73,9 +79,9 @@ class Forgetful(Gatherer):
 class Speaker:
     """Stands in for a worker: it says what it is told to say, and notes its orders."""
 
-    def __init__(self, worker: WorkerId, desk: Any) -> None:
+    def __init__(self, worker: WorkerId, desk: Any, fence_s: float) -> None:
         self.worker, self.desk, self.post_all, self.direct = worker, desk, self, 0
-        self.outbox = Outbox(self, FENCE_S)
+        self.outbox = Outbox(self, fence_s)
         self.orders: list[Any] = []
 
     def remote(self, said: tuple[Event, ...]) -> Any:
@@ -86,8 +92,13 @@ class Speaker:
     def spoke_directly(self) -> int:
         return self.direct
 
-    def keeper_answered(self) -> bool:
-        return answered(self.outbox._late)
+    def all_answered(self) -> bool:
+        """Returns whether a keeper that was late has answered, and the desk has answered what went to it directly."""
+        return answered(self.outbox._late) and self.outbox._nothing_waits()
+
+    def be_patient(self) -> None:
+        """Finds no keeper late from now on."""
+        self.outbox._in_time_s = PATIENCE_S
 
     def speak_through(self, keeper: Any) -> None:
         self.outbox.through(keeper)

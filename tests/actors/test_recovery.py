@@ -22,6 +22,7 @@ from elastic.train.local import run_local
 from elastic.train.model import build_model, builder_of
 from tests.support.chaos import REDONE, Witness, alone, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.commands import Command, seen, user_job, user_package
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import Machine
 from tests.support.toys import toy_job
 
@@ -248,7 +249,8 @@ def test_everything_is_killed_at_twenty_points(tmp_path: Path, monkeypatch: pyte
 def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, *, kills: int, seed: int) -> None:
     expected, saw = undisturbed(folder / "local", package, monkeypatch)
     user_package(folder, package)
-    job = user_job(folder, package, data={"dataset": f"{package}.code:Walks", "args": {"read_s": 0.01}})
+    paced = {"read_s": 0.03}  # so that it does not end before it is killed
+    job = user_job(folder, package, data={"dataset": f"{package}.code:Walks", "args": paced})
     rng, per_save = random.Random(seed), job.checkpoint.save_every * job.microbatches
     points, done = [], 0
     for _ in range(kills):  # each life gets beyond a save that the one before did not reach
@@ -258,7 +260,7 @@ def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, *, kills:
     killed_and_resumed(folder, package, lambda: Command(folder, "train", "job.toml", "--local"), points)
     assert_same_losses(seen(folder), saw, redone=kills * (per_save + job.microbatches))
     assert exported_hash(job) == expected
-    before.assert_nothing_left(str(folder), 10)
+    before.assert_nothing_left(str(folder), PATIENCE_S)
 
 
 @pytest.mark.full  # in test_submit a whole cluster is killed
@@ -273,7 +275,7 @@ def test_everything_is_killed_under_ray(tmp_path: Path, monkeypatch: pytest.Monk
     assert_same_losses(seen(tmp_path), saw, redone=(2 * job.checkpoint.save_every + 1) * job.microbatches)
     assert exported_hash(job) == expected
     assert tip(Run.open(job).standing(0, 0.0).history.lineage).step == job.steps
-    before.assert_nothing_left(str(tmp_path), 20)
+    before.assert_nothing_left(str(tmp_path), PATIENCE_S)
 
 
 def assert_same_losses(found: list[str], expected: list[str], *, redone: int) -> None:

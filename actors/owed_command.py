@@ -21,14 +21,16 @@ def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
 
     What is owed, and with which settings, is what the run has recorded.  From ``job`` it takes where the run is, how this process computes
     and the code that is given as objects.  What other code has made is left as it is, unless ``accept_code``.  Returns 1 if something was
-    given up.  Raises :class:`JobError` if there is no such run.
+    given up, or could not be done now.  Raises :class:`JobError` if there is no such run.
     """
     if accept_code and not pay:
         raise JobError("--accept-code has no effect without --pay; add that, or leave it out")
-    run = Run.begun(job)
+    run, paid = Run.begun(job), True
     if pay:
         for debt in debts_of.debts(run):
-            if said := _pay(run, job, debt, accept_code):
+            said, done = _pay(run, job, debt, accept_code)
+            paid = paid and done
+            if said:
                 say(said)
     left = debts_of.debts(run)
     if not left:
@@ -44,11 +46,11 @@ def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
     given_up = any(debt.given_up for debt in left)
     if given_up:
         say("what was given up is tried again by --pay, as long as its checkpoint exists: no rule keeps that for it any more")
-    return int(given_up)
+    return int(given_up or not paid)
 
 
-def _pay(run: Run, job: Job, debt: Debt, accept_code: bool) -> str:
-    """Makes what is owed in this process, and returns the sentence about it; "" if somebody else was first."""
+def _pay(run: Run, job: Job, debt: Debt, accept_code: bool) -> tuple[str, bool]:
+    """Makes what is owed in this process.  Returns the sentence about it, "" if somebody else was first, and whether it is done."""
     from elastic.train.errands import pay
     from elastic.train.revisit import validate_here
 
@@ -56,9 +58,9 @@ def _pay(run: Run, job: Job, debt: Debt, accept_code: bool) -> str:
         if debt.kind == debts_of.VALIDATION:
             _, found, held_out = validate_here(recorded.of(run).job(job, debt.version), debt.version.step, accept_code=accept_code)
             debts_of.note_done(run, debt, debts_of.validated(found, held_out))
-            return told_of(debt.version.step, found)
+            return told_of(debt.version.step, found), True
         if debt.kind == debts_of.SAMPLES:
             code.check_look(run, debt.version, run.job_at(debt.version), job, accept=accept_code)
     except (ElasticError, Damaged) as error:  # its checkpoint is damaged, or the code is another one; others may work
-        return f"{debt} failed: {error}"
-    return pay(run, code.with_objects(run.job.replace(workers=job.workers), job), debt)[0]
+        return f"{debt} failed: {error}", False
+    return pay(run, code.with_objects(run.job.replace(workers=job.workers), job), debt)

@@ -78,7 +78,7 @@ def test_l10_held_out_data_in_a_file_of_their_own_lock_nobody_out(
     run.store.delete(min(run.store.list(f"{job.name}/validations/")))
     path.write_text(to_toml(job))
     edit(folder / "mine/layers.py", RELU, GELU)
-    assert main(["owed", str(path), "--pay"]) == 0
+    assert main(["owed", str(path), "--pay"]) == 1
     assert "validation of step 3 failed: the code of the run 'run'" in (said := " ".join(capsys.readouterr().out.split()))
     assert "mine/layers.py (changed); undo" in said, "and nothing else"
     edit(folder / "mine/layers.py", GELU, RELU)

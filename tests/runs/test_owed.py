@@ -249,6 +249,19 @@ def test_what_fails_is_counted_and_given_up_aloud(capsys: pytest.CaptureFixture[
     assert "export of step 10: " in (out := capsys.readouterr().out) and "owes nothing" in out
 
 
+@pytest.mark.parametrize("damaged", [True, False], ids=["damaged", "the control"])
+def test_a_command_that_could_not_do_what_is_owed_ends_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path, damaged: bool) -> None:
+    """It says why; nothing is given up yet, so that the list alone is no failure."""
+    run = run_of(tmp_path)
+    version = save(run, 10)
+    if damaged:
+        for path in (tmp_path / "toy").rglob("shard-*"):
+            path.write_bytes(bytes(path.stat().st_size))
+    assert owed_command.owed(run.job, pay=True) == int(damaged)
+    assert (f"export of step {version.step} failed: " in " ".join(capsys.readouterr().out.split())) == damaged
+    assert owed_command.owed(run.job, pay=False) == 0
+
+
 def test_what_was_given_up_is_listed_as_long_as_its_checkpoint_exists(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Nobody can make it any more then.  The command does the rest.  The control: the same before the checkpoint is deleted."""
     run = run_of(tmp_path, steps=20, validation={"every": 10, "by": "spares"}, workers={"spares": 1})

@@ -161,7 +161,7 @@ def test_l10_samples_are_written_by_the_code_that_made_the_weights(
         run.store.delete(key)
     write(built.replace("    return model", "    model.register_forward_hook(lambda _, given, logits: -logits)\n    return model"))
     returned, said = pay()
-    assert returned == 0 and "samples of step 4 failed: the code of the run 'local'" in said and "a_writer.py (changed); undo" in said
+    assert returned == 1 and "samples of step 4 failed: the code of the run 'local'" in said and "a_writer.py (changed); undo" in said
     assert "export of step 4: " in said, "an export needs no code"
     assert [(debt.kind, debt.failures) for debt in owed.debts(run)] == [("samples", ())]
     assert main(["owed", str(file), "--accept-code"]) == 1 and "--accept-code has no effect without --pay" in capsys.readouterr().out

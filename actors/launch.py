@@ -19,7 +19,7 @@ import ray
 from actors import cluster
 from actors.begin import Show, begin, begin_here, claim, note_code
 from actors.coordinator import Coordinator
-from actors.living import Head, ask, attach, name_of, reap, view_of
+from actors.living import Head, ask, attach, coordinator_of, name_of, note_deletion, reap, view_of
 from actors.objects import pack
 from actors.signals import Requests
 from actors.terminal import screen_for
@@ -178,20 +178,20 @@ def _at_its_cluster(job: Job, show: Show) -> str:
     """Joins the cluster that another command has started on this machine for the run, if the run lives there, and returns its address.
 
     Otherwise, or if this process is part of a cluster already, returns "".  A run that is ending there is waited for, because its cluster
-    ends with it.
+    ends with it.  If somebody has deleted the run's folder, no claim says where it lives: then all clusters of this machine are asked.
     """
-    owner = Run.find(job).owner() if cluster.begins_here() else None
-    if owner is None or not cluster.on_this_machine(owner["address"]):
+    if not cluster.begins_here():
         return ""
-    before = signal.getsignal(signal.SIGTERM)
+    if (owner := Run.find(job).owner()) is not None and not cluster.on_this_machine(owner["address"]):
+        return ""
+    before, deadline_s = signal.getsignal(signal.SIGTERM), 2 * job.deadlines.lease_s
     try:
-        cluster.check_here(owner["address"])
-        cluster.connect(owner["address"])
+        coordinator = coordinator_of(job)
     except (PlatformGaveUp, ConnectionError, RuntimeError):  # something else answers there
-        return ""
-    coordinator, deadline_s = attach(job.name), 2 * job.deadlines.lease_s
+        coordinator = None
     if coordinator is not None and not _is_ending(coordinator, deadline_s):
-        return str(owner["address"])
+        note_deletion(job)
+        return str(ray.get_runtime_context().gcs_address)
     if coordinator is not None:
         show(Sentence(time.time(), f"{job.name} is stopping; this command goes on from there"))
     while coordinator is not None and (view := view_of(coordinator, deadline_s)) is not None and not view.over:

@@ -32,6 +32,23 @@ def reached(name: str, step: int) -> bool:
     return (view := view_of(name)) is not None and view.step >= step
 
 
+def check_that_who_trains_it_attaches(folder: Path, job: Job, note: str) -> None:
+    """Checks that a command of another process finds ``job``.  The control: a run of that name in another bucket is another run."""
+    first = Command(folder, "train", file_of(folder, job))
+    try:
+        first.until(lambda: "attached to" in first.text or "a Ray cluster starts" in first.text)
+        assert f"attached to {job.name}, which runs on this cluster already" in first.text and note in first.text, first.text
+        first.interrupt()
+        assert first.wait() == 3 and "this command leaves, the run goes on" in " ".join(first.text.split()), first.text
+    finally:
+        if first.process.poll() is None:
+            first.kill_everything()
+    alone = Command(folder, "train", file_of(folder, job), "--local")
+    assert alone.wait() == 1 and "this run lives on the cluster at" in " ".join(alone.text.split()), alone.text
+    other = Command(folder, "train", file_of(folder, job.replace(bucket=str(folder / "third"), steps=4)), "--local")
+    assert other.wait() == 0, other.text
+
+
 def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It saves nothing before it is stopped.  The controls: a run of another name, and one of that name in another bucket, are no runs.
 
@@ -63,6 +80,7 @@ def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(tmp_path
     for absent in (other, elsewhere):
         for words in (("status", absent, "--once"), ("stop", absent), ("metrics", absent), ("logs", absent)):
             assert "there is no run" in told(*words, code=1)
+    check_that_who_trains_it_attaches(tmp_path, job, note)
     assert reached(name, 3), "none of them has stopped it"
 
     shown = told("stop", file)

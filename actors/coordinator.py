@@ -199,9 +199,10 @@ class Coordinator:
 
     def _begun(self, reference: Build) -> RunState:
         """Returns the run as the bucket knows it; ``reference`` is the build that the job was checked with."""
-        state, goes_on = self.run.begins(0 if self.again else self.incarnation, self.clock())
+        state, goes_on = self.run.begins(self.incarnation, self.clock())
         self._say("" if self.again else goes_on)
-        return replace(state, members=replace(state.members, reference=reference))
+        incarnation = 0 if self.again else self.incarnation  # who takes over says so by its first event
+        return replace(state, incarnation=incarnation, members=replace(state.members, reference=reference))
 
     def _ship(self, timeout_s: float) -> bool:
         """Writes the whole journal to the bucket, and before it what somebody has deleted there.  Returns whether that succeeded."""

@@ -256,8 +256,8 @@ class Run:
         Of the checkpoints, only the newest, the last one that the journal knows, and those of ``step`` are looked at.  The newest manifest
         says which generation committed which steps; checkpoints that are not on that lineage were abandoned.  If the journal in the bucket
         does not reach the end of the run, it may lack the newest generations; so it may if a process of another machine may still train the
-        run with --local, which writes no journal.  So an ``incarnation`` that begins anew skips numbers; 0 stands for a reader or a
-        takeover, which skips none.
+        run with --local, which writes no journal.  So an ``incarnation`` that begins anew skips numbers; 0 stands for a reader, which
+        skips none.
         """
         return self._standing(self.last_recorded(), incarnation, now, step)
 

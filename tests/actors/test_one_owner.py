@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -12,10 +13,14 @@ from pathlib import Path
 import pytest
 import ray
 
+from actors import launch
 from actors.cli import main
+from actors.coordinator import Coordinator
 from actors.launch import start
 from actors.living import ask, attach, reap
+from elastic.control.run import RunState
 from elastic.errors import PlatformGaveUp
+from elastic.protocol.builds import Build
 from elastic.runs.run import Run
 from elastic.train.preflight import preflight
 from tests.support.job_file import to_toml
@@ -115,6 +120,37 @@ def test_two_commands_that_begin_a_run_on_two_clusters_at_once(tmp_path: Path) -
         while True:
             ask(coordinator, "view", deadline_s=PATIENCE_S)
     reap("raced")
+
+
+class DiesAtOnce(Coordinator):
+    """A coordinator whose process is killed once it has claimed the run, before it records anything.  Ray starts the next one."""
+
+    def _begun(self, reference: Build) -> RunState:
+        if not self.again:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._begun(reference)
+
+
+@pytest.mark.parametrize("host", ["host-a", "the control: this one"])
+def test_who_follows_a_coordinator_that_recorded_nothing_skips_what_it_would_have_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """A process of another machine has begun the run with --local, and may live: its generation is not used a second time.
+
+    The control: a process of this machine, which can be seen.
+    """
+    job, name = toy_job(tmp_path, name="unseen", steps=100_000, on_driver_exit="detach"), platform.node()
+    run = Run.open(job)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "node", lambda: host if host == "host-a" else name)
+        claimed = run.claim_here()
+        its = run.standing(claimed, 0.0).next_generation
+    monkeypatch.setattr(launch, "Coordinator", DiesAtOnce)
+    coordinator = start(job, preflight(job).build, "driver", claimed)
+    view = until(lambda: found if (found := ask(coordinator, "view", deadline_s=PATIENCE_S)).generation else None)
+    reap("unseen")
+    assert view.incarnation == claimed + 2 and run.latest_claim() == claimed + 2, "the first coordinator is dead"
+    assert (view.generation == its) == host.startswith("the control")
 
 
 @pytest.mark.full

@@ -165,7 +165,7 @@ class Coordinator:
         """Claims the run.  Returns the incarnations of earlier coordinators of this life, each with its node."""
         address, node = ray.get_runtime_context().gcs_address, cluster.here()
         try:
-            before = self.run.claims(life)
+            before = self.run.claims(life, seen)
             after = None if before else self.run.follows(seen)
             more = restarts.goes_on(self.run) if before else restarts.begins(self.run)
             self.incarnation = self.run.claim(address, life, node, after, **more)

@@ -20,9 +20,13 @@ class Numbered:
     newest_known: int
     first: int = 1
 
+    def numbers(self) -> list[int]:
+        """Returns the numbers of those that are there."""
+        return [int(PurePosixPath(key).stem) for key in self.store.list(f"{self.folder}/")]
+
     def newest(self) -> int:
         """Returns the number of the newest one, or 0."""
-        return max((int(PurePosixPath(key).stem) for key in self.store.list(f"{self.folder}/")), default=0)
+        return max(self.numbers(), default=0)
 
     def read(self, number: int) -> dict[str, Any]:
         """Returns one of them.  Raises :class:`~storage.errors.Damaged` or :class:`~storage.errors.BadFormat`."""

@@ -18,7 +18,7 @@ from typing import Any
 from elastic.control.run import Ended, Failed, Finished, Stopped
 from elastic.errors import JobError
 from storage.errors import Missing, StorageError
-from storage.journal import owner_of, owners
+from storage.journal import claims, owner_of
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
@@ -51,9 +51,16 @@ def elsewhere(store: ObjectStore, name: str, incarnation: int, owner: Mapping[st
     return not ours and ended(store, name, incarnation) is None
 
 
-def unseen(store: ObjectStore, name: str, incarnation: int) -> bool:
-    """Returns whether a process of another machine that claimed the run before ``incarnation`` may still train it."""
-    return any(elsewhere(store, name, number, owner) for number, owner in owners(store, name).items() if number < incarnation)
+def unseen(store: ObjectStore, name: str, incarnation: int, recorded: int) -> bool:
+    """Returns whether a process of another machine may still train the run in a generation of which the bucket knows nothing.
+
+    Only claims before ``incarnation`` count.  ``recorded`` is the incarnation that recorded last, 0 if there is none: it has skipped the
+    generations of the claims before it, which need not be read.  The others are read newest first, without those that have an end.
+    """
+    ended_ones = {*_documents(store, name).numbers()}
+    without = [number for number in claims(store, name) if recorded < number < incarnation and number not in ended_ones]
+    found = ((number, owner_of(store, name, number)) for number in sorted(without, reverse=True))
+    return any(owner is not None and elsewhere(store, name, number, owner) for number, owner in found)
 
 
 def begun_at(owner: Mapping[str, Any]) -> str:

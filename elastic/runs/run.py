@@ -28,7 +28,7 @@ from elastic.runs.forks import Origin
 from storage import journal
 from storage.checkpoints import Checkpoints, Listed, ShardReceipt
 from storage.errors import Deposed, Exists
-from storage.journal import Journal, claim_owner, latest_claim, newest_owner, owners, replicas
+from storage.journal import Journal, claim_owner, latest_claim, newest_owner, owner_of, owners, replicas
 from storage.journal.replicas import Written
 from storage.objects import ObjectStore
 
@@ -180,10 +180,11 @@ class Run:
 
         A coordinator of the same life that took over since then has begun nothing.  Claims without a life are each of another one.
         """
-        found = owners(self.store, self.job.name)
-        latest = max(found, default=0)
-        if latest > seen and (not (life := found[latest].get("life")) or life != found.get(seen, {}).get("life")):
-            raise Exists(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
+        latest = self.latest_claim()
+        if latest > seen:
+            newest, before = (owner_of(self.store, self.job.name, each) or {} for each in (latest, seen))
+            if not newest.get("life") or newest["life"] != before.get("life"):
+                raise Exists(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
         return latest
 
     def claim(self, address: str, life: str = "", node: str = "", after: int | None = None, **more: Any) -> int:
@@ -226,12 +227,13 @@ class Run:
                 f"Ctrl-C there (or `kill -INT {pid}`), or choose another name"
             )
 
-    def claims(self, life: str) -> dict[int, NodeId]:
-        """Returns the incarnations of ``life``, oldest first, and their nodes.
+    def claims(self, life: str, seen: int = 0) -> dict[int, NodeId]:
+        """Returns the incarnations of ``life``, which began after incarnation ``seen``, oldest first, and their nodes.
 
         Raises :class:`Deposed` if another life has claimed the run.
         """
-        claims = owners(self.store, self.job.name)
+        begun_anew = self.latest_claim() < seen  # somebody has deleted the run's folder, and claims are counted from 1 again
+        claims = owners(self.store, self.job.name, after=0 if begun_anew else seen)
         ours = {number: NodeId(claim.get("node", "")) for number, claim in sorted(claims.items()) if claim.get("life") == life}
         if ours and (latest := self.latest_claim()) > max(ours):
             raise Deposed(f"{self.store.url}/{self.job.name}/owner/{latest:06d}.json")
@@ -271,7 +273,9 @@ class Run:
         generation, next_worker = (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
         if incarnation and last is not None and not last.over:
             generation += UNREAD * incarnation
-        unseen = incarnation if incarnation and alone.unseen(self.store, self.job.name, incarnation) else 0  # each has one generation
+        recorded = last.incarnation if last is not None else 0
+        skips = incarnation and alone.unseen(self.store, self.job.name, incarnation, recorded)
+        unseen = incarnation if skips else 0  # each has one generation
         branched = branches.every(self.store, self.job.name)
         until = max((int(each.get("until", 0)) for each in branched), default=0)
 

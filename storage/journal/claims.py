@@ -31,9 +31,9 @@ def claim_owner(store: ObjectStore, run: str, information: Json, after: int | No
             return number
 
 
-def owners(store: ObjectStore, run: str) -> dict[int, Json]:
-    """Returns the information that each claimant of the run wrote, by incarnation."""
-    return {number: _claimed(store, run, number) for number in _claims(store, run)}
+def owners(store: ObjectStore, run: str, after: int = 0) -> dict[int, Json]:
+    """Returns the information that each claimant of the run wrote, by incarnation, of those later than incarnation ``after``."""
+    return {number: _claimed(store, run, number) for number in claims(store, run) if number > after}
 
 
 def newest_owner(store: ObjectStore, run: str) -> Json | None:
@@ -56,10 +56,11 @@ def _claimed(store: ObjectStore, run: str, number: int) -> Json:
 
 def latest_claim(store: ObjectStore, run: str) -> int:
     """Returns the highest incarnation that was claimed, or 0."""
-    return max(_claims(store, run), default=0)
+    return max(claims(store, run), default=0)
 
 
-def _claims(store: ObjectStore, run: str) -> list[int]:
+def claims(store: ObjectStore, run: str) -> list[int]:
+    """Returns the incarnations that were claimed."""
     return [int(PurePosixPath(key).stem) for key in store.list(f"{run}/owner/")]
 
 

@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,24 @@ import pytest
 from actors.begin import begin
 from actors.cli import main
 from actors.launch import launch
+from elastic.control.run import Stopped
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.story import Line, StepLine
-from elastic.runs import branches, resume
+from elastic.runs import alone, branches, resume
 from elastic.runs.resume import Start
 from elastic.runs.run import LOCAL, Run
 from elastic.train import local
 from storage.checkpoints import Checkpoints
+from storage.objects import ObjectStore
+from tests.control.play import stepping
 from tests.runs.test_forks import STATE, job_of, told, trained
+from tests.runs.test_runs import Life, end_as
 from tests.storage.states import write
 from tests.support.job_file import to_toml
+from tests.support.stores import Forwarding
 
 pytestmark = pytest.mark.fast
 OLDER = Version(2, 1)
@@ -307,3 +313,60 @@ def test_l4_a_generation_of_a_process_that_cannot_be_seen_is_not_used_again(
     resume.rewind(changed, 0.0, OLDER, changed.claim_here(trains=False))
     after = [changed.standing(changed.claim_here(), 0.0).next_generation for _ in range(2)]
     assert host.startswith("the control") or later[1] < after[0] < after[1], "also after a roll-back, which ends at a number of its own"
+
+
+class Counting(Forwarding):
+    """A store that notes what is read, and what is listed."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.asked = list[str]()
+
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
+        self.asked.append(key)
+        return super().get(key, start, stop)
+
+    def list(self, prefix: str = "") -> list[str]:
+        self.asked.append(prefix)
+        return super().list(prefix)
+
+
+@pytest.mark.parametrize("lives", [True, False], ids=["one lives", "the control: all have ended"])
+def test_l4_a_start_reads_no_more_claims_of_a_run_that_was_started_a_hundred_times(
+    tmp_path: Path, machine: Callable[[str], None], lives: bool
+) -> None:
+    """L4: the first forty claims are of before the last coordinator that recorded anything, which has skipped what they may use.
+
+    Of the sixty after it, one is of a process of another machine that may live, in the middle; the others have told their end.
+    """
+    run = Run.open(job_of(tmp_path))
+    run.store = counting = Counting(run.store)
+    machine("host-a")
+    for _ in range(40):
+        run.claim_here()
+    life = Life(run, tmp_path / "disk", stepping(2))
+    life.play.run = replace(life.play.run, incarnation=life.incarnation)
+    life.step(1)
+    end_as(life, Stopped("Ctrl-C"))
+    for each in range(60):
+        claimed = run.claim_here()
+        if not lives or each != 30:
+            alone.end(run.store, run.job.name, claimed, Stopped("Ctrl-C"))
+    machine("host-b")
+    last = run.last_recorded()
+    assert last is not None and last.incarnation == 41, "of the first forty nobody knows anything"
+
+    def asked_by(call: Callable[[], object]) -> list[str]:
+        counting.asked.clear()
+        call()
+        return [key for key in counting.asked if "/owner/" in key or "/ends/" in key]
+
+    seen = run.claim("10.0.0.1:6379")
+    its = run.claim("10.0.0.1:6379", "life", "node")
+    skipped = run.standing(its, 0.0).generation - run.standing(0, 0.0).generation
+    assert skipped == (its if lives else 0)
+    asked = asked_by(lambda: run.standing(its, 0.0))
+    assert len(asked) <= (6 if lives else 4), asked
+    assert len(asked_by(lambda: run.claims("life", seen))) <= 4 and run.claims("life", seen) == {its: "node"}
+    later = run.claim("10.0.0.1:6379", "life", "node")
+    assert len(asked_by(lambda: run.follows(its))) <= 3 and run.follows(its) == later

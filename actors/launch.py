@@ -179,6 +179,7 @@ def _at_its_cluster(job: Job, show: Show) -> str:
 
     Otherwise, or if this process is part of a cluster already, returns "".  A run that is ending there is waited for, because its cluster
     ends with it.  If somebody has deleted the run's folder, no claim says where it lives: then all clusters of this machine are asked.
+    Raises :class:`PlatformGaveUp` if the run lives there and this process cannot join.
     """
     if not cluster.begins_here():
         return ""
@@ -187,8 +188,11 @@ def _at_its_cluster(job: Job, show: Show) -> str:
     before, deadline_s = signal.getsignal(signal.SIGTERM), 2 * job.deadlines.lease_s
     try:
         coordinator = coordinator_of(job)
-    except (PlatformGaveUp, ConnectionError, RuntimeError):  # something else answers there
-        coordinator = None
+    except (PlatformGaveUp, ConnectionError, RuntimeError) as error:
+        if owner is not None and cluster.has_actor(owner["address"], name_of(job.name)):
+            where = f"{job.name} lives on the cluster at {owner['address']}"
+            raise PlatformGaveUp(f"{where}, which this process cannot join, so it does not begin it a second time: {error}") from error
+        coordinator = None  # something else answers there
     if coordinator is not None and not _is_ending(coordinator, deadline_s):
         note_deletion(job)
         return str(ray.get_runtime_context().gcs_address)

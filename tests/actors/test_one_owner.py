@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from actors.launch import start
 from actors.living import ask, attach, reap
 from elastic.control.run import RunState
 from elastic.errors import PlatformGaveUp
+from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.runs.run import Run
 from elastic.train.preflight import preflight
@@ -30,10 +32,10 @@ from tests.support.toys import toy_job
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(job: Path, *line: str) -> subprocess.Popen[str]:
+def command(job: Path, *line: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-m", "elastic", *line[:1], str(job), *line[1:]],
+        [*within, sys.executable, "-m", "elastic", *line[:1], str(job), *line[1:]],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -151,6 +153,26 @@ def test_who_follows_a_coordinator_that_recorded_nothing_skips_what_it_would_hav
     reap("unseen")
     assert view.incarnation == claimed + 2 and run.latest_claim() == claimed + 2, "the first coordinator is dead"
     assert (view.generation == its) == host.startswith("the control")
+
+
+def test_a_command_that_cannot_join_the_cluster_of_a_run_that_lives_does_not_begin_it_again(tmp_path: Path) -> None:
+    """The command is in a container with the network of this machine, but without its processes, so Ray finds no node there.
+
+    The control: the run lives on.
+    """
+    hidden = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    path = slow_job(tmp_path, "hidden")
+    job = Job.load(path).replace(on_driver_exit="detach")
+    coordinator = start(job, preflight(job).build, "driver", 0)
+    until(lambda: ask(coordinator, "view", deadline_s=PATIENCE_S).generation)
+    found = command(path, "train", within=hidden)
+    try:
+        said = " ".join(found.communicate(timeout=PATIENCE_S)[0].split())
+    finally:
+        found.kill()
+    assert found.returncode == 2 and "hidden lives on the cluster at" in said and "does not begin it a second time" in said, said
+    assert Run.find(job).latest_claim() == 1 and ask(coordinator, "view", deadline_s=PATIENCE_S).incarnation == 1
+    reap("hidden")
 
 
 @pytest.mark.full

@@ -33,7 +33,7 @@ def claim_owner(store: ObjectStore, run: str, information: Json, after: int | No
 
 def owners(store: ObjectStore, run: str, after: int = 0) -> dict[int, Json]:
     """Returns the information that each claimant of the run wrote, by incarnation, of those later than incarnation ``after``."""
-    return {number: _claimed(store, run, number) for number in claims(store, run) if number > after}
+    return {number: _claimed(store, run, number) for number in incarnations(store, run) if number > after}
 
 
 def newest_owner(store: ObjectStore, run: str) -> Json | None:
@@ -56,10 +56,10 @@ def _claimed(store: ObjectStore, run: str, number: int) -> Json:
 
 def latest_claim(store: ObjectStore, run: str) -> int:
     """Returns the highest incarnation that was claimed, or 0."""
-    return max(claims(store, run), default=0)
+    return max(incarnations(store, run), default=0)
 
 
-def claims(store: ObjectStore, run: str) -> list[int]:
+def incarnations(store: ObjectStore, run: str) -> list[int]:
     """Returns the incarnations that were claimed."""
     return [int(PurePosixPath(key).stem) for key in store.list(f"{run}/owner/")]
 

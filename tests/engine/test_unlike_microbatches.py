@@ -38,7 +38,7 @@ class Either(nn.Module):
 class Branches(nn.Module):
     """The first token chooses a layer of a ``block`` or of the ``rest``, or to ``skip`` a block.  ``twice`` runs a block twice.
 
-    ``reentrant`` runs one in a reentrant checkpoint, and ``again`` does so twice.
+    ``reentrant`` runs one in a reentrant checkpoint, and ``again`` does so twice; ``then`` runs it by itself after that, ``first`` before.
     """
 
     def __init__(self, kind: str) -> None:
@@ -55,12 +55,14 @@ class Branches(nn.Module):
         which = int(tokens[0, 0]) % 2
         x = self.layers[0](self.embedding(tokens), which if self.kind == "block" else 0)
         if self.kind != "skip" or which:
-            x = checkpoint(self.layers[1], x, 0, use_reentrant=True) if self.kind in ("reentrant", "again") else self.layers[1](x, 0)
-        if self.kind == "again":
-            x = checkpoint(self.layers[1], x, 1, use_reentrant=True)
-        if self.kind == "twice":
-            x = self.layers[1](x, 1)
+            x = self.run(x, 0, self.kind in ("reentrant", "again", "then"))
+        if self.kind in ("twice", "again", "then", "first"):
+            x = self.run(x, 1, self.kind in ("again", "first"))
         return self.head(self.rest(x, which if self.kind == "rest" else 0))  # type: ignore[no-any-return]
+
+
+    def run(self, x: Tensor, which: int, reentrant: bool) -> Tensor:
+        return checkpoint(self.layers[1], x, which, use_reentrant=True) if reentrant else self.layers[1](x, which)  # type: ignore[no-any-return]
 
 
 def job(bucket: Path, kind: str, **changes: Any) -> Job:
@@ -88,12 +90,20 @@ def norms(world: World, job: Job, filled: bool) -> tuple[float, float]:
     return outcome.norm, sum(squares) ** 0.5
 
 
+def norms_alone(world: World, job: Job) -> float:
+    """Returns the norm of a step in which a module is not idle between its parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split, "_end", lambda group, state: None)
+        return norms(world, job, True)[0]
+
+
 def said(world: World, job: Job) -> str:
     """Returns what a member says that finds the fault; "" of one that waits for it in vain."""
     with member(world, job, Version(0, 0)) as me:
         try:
-            while True:
+            for _ in range(job.steps):
                 me.step()
+            return ""
         except ModelError as error:
             world.abort()
             return str(error)
@@ -129,11 +139,23 @@ def test_a_block_in_a_reentrant_checkpoint_has_its_part_in_stage_3(ranks: Ranks,
         assert norm == whole
 
 
+@pytest.mark.parametrize("kind", ["again", "then", "first"])
+def test_several_parts_of_a_block_are_all_summed_where_sums_have_no_fixed_order(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """FSDP2 by itself, the control, leaves out the gradients of a reentrant checkpoint that runs backward after another part."""
+    _, judge = ranks.run(Layout(1, 1), norms, job(tmp_path / "1", kind, parallel={"zero": 3}, reproducible=False), True)[0]
+    found = ranks.run(Layout(1, 2), norms, job(tmp_path / "3", kind, parallel={"dp_shard": 2, "zero": 3}, reproducible=False), True)
+    assert [norm for norm, _ in found] == pytest.approx([judge, judge], rel=1e-5)
+    alone = ranks.run(Layout(1, 2), norms_alone, job(tmp_path / "x", kind, parallel={"dp_shard": 2, "zero": 3}, reproducible=False))
+    assert (alone == pytest.approx([judge, judge], rel=1e-3)) is (kind == "first")
+
+
 @pytest.mark.parametrize(
     ("kind", "begins"),
     [
         ("twice", "layers.1 has two parts"),
         ("again", "layers.1 has two parts"),
+        ("then", "layers.1 has two parts"),
+        ("first", "layers.1 has two parts"),
         ("skip", "parallel.zero = 3 needs every member to run"),
     ],
 )

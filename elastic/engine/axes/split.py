@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -223,6 +224,7 @@ def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
         module.set_custom_reduce_scatter(ours)  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
         _fill(_group(module))
         _count(_group(module), ours)
+        _end(_group(module), module._get_fsdp_state())
         if reduction.across_replicas is not None:
             module.set_all_reduce_hook(reduction.across_replicas)
 
@@ -251,6 +253,23 @@ def _count(group: Any, ours: _Reduce) -> None:
         original()
 
     group._record_post_forward = record
+
+
+def _end(group: Any, state: Any) -> None:
+    """Lets a module be idle as soon as its part of a backward pass is over, so that it may have another one in the same pass.
+
+    By itself FSDP2 takes a later run of a reentrant checkpoint for what another checkpoint recomputes for the part that is over, and leaves
+    the gradients of that run out of every sum.
+    """
+    if group is None:
+        return
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        original(*unused)
+        state._training_state = TrainingState.IDLE
+
+    group.post_backward = post_backward
 
 
 def _fill(group: Any) -> None:

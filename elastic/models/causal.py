@@ -1,8 +1,8 @@
 """Finds out whether a language model of the library transformers looks at later tokens, from which ``next_token`` would learn to copy.
 
 Neither a model's class nor its config tells.  So a model runs twice: if other tokens at the end change the logits before them, it looks
-ahead.  That needs weights, so a large model is built small: all its widths are divided by one power of two, so that heads still fit them,
-and of its layers only the first :data:`LAYERS` are there.  A kind of layer that comes later is not looked at.
+ahead.  That needs weights, so the model is built small: all its widths are divided by one power of two, so that heads still fit them.  All
+of its layers are there, since any may be of another kind, but those of equal shapes share their weights.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-LAYERS = 2
-"""Number of layers of a small model."""
 HEAD = 8
 """Smallest width of a head of a small model; rotations may take a quarter of it, and need two numbers."""
 WORDS = 64
 """Number of tokens that a small model knows."""
-MOST = 50_000_000
-"""Largest number of parameters of a model that is run; a run of so many takes about a second."""
+MOST = 100_000_000
+"""Largest number of parameters of a model that is run, where those that layers share count once."""
 SEQ, LAST = 24, 7
 """Length of the sequence, and number of tokens at its end that change: they begin within a block of any even size."""
-SPARSE = "block_sparse"
-"""Attention in blocks that look both ways whatever ``is_decoder`` says, but only in sequences of many blocks."""
 NOISE = 0.05
 """Standard deviation of what is added to the weights: those that begin at zero would hide what a layer looks at."""
 SAME = 1e-4
 """Largest change of logits, in parts of the largest logit, that is rounding.  A look ahead changes them by more than 1e-3."""
 WIDTH = re.compile(r"(hidden|intermediate|embed\w*)_size|\w*_(dim|rank|embd|inner|intermediate_size)|d_(model|ff|kv|inner|embed|head)")
-DEPTH = re.compile(r"(num_|n_)?(hidden_|decoder_|encoder_)?layers?")
+BLOCKS = {"block_size": 2, "num_random_blocks": 1}
+"""Largest values of settings of attention in blocks that looks both ways in sequences of many blocks, and only there."""
+NUMBER = re.compile(r"\d+\.")
+"""The part of a parameter's name that says in which of a list of modules it is."""
 FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """The errors that the library raises for a config whose sizes do not fit each other."""
 REMEDIES: tuple[dict[str, Any], ...] = (
@@ -74,31 +73,53 @@ def remedy(config: Any, make: Callable[[Any], nn.Module]) -> str:
 
 
 def _try(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
-    if config.model_type == "big_bird" and config.attention_type == SPARSE:
-        return True
     with _silence(), torch.random.fork_rng([]):
-        try:
-            for each in (config, _smaller(config)):
+        for version in (_smaller, deepcopy):
+            try:
+                each = version(config)
                 with torch.device("meta"):
-                    size = sum(parameter.numel() for parameter in make(each).parameters())
-                if size <= MOST:
-                    return _run(each, make)
-        except FAILURES:
-            return None
+                    model = make(each)
+                if _share(model) <= MOST and (found := _run(model, each)) is not None:
+                    return found
+            except FAILURES:
+                continue
     return None
 
 
+def _share(model: nn.Module) -> int:
+    """Lets layers of ``model`` use one another's parameters where names and shapes agree.  Returns the number of elements that are left."""
+    known = dict[tuple[str, torch.Size], nn.Parameter]()
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            module._parameters[own] = known.setdefault((NUMBER.sub("", f"{name}.{own}"), parameter.shape), parameter)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 @torch.no_grad()
-def _run(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
+def _fill(model: Any) -> None:
+    """Gives ``model``, which is on the meta device, memory and values; what is shared stays so."""
     torch.default_generator.manual_seed(0)  # that of the CPU alone
+    with torch.device("cpu"):
+        made = {id(each): torch.zeros_like(each, device="cpu") for each in model.buffers()}
+        made |= {id(each): nn.Parameter(torch.zeros_like(each, device="cpu")) for each in model.parameters()}
+        for module in model.modules():
+            for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                module._parameters[own] = made[id(parameter)]
+            for own, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                module._buffers[own] = made[id(buffer)]
+        model.init_weights()
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=NOISE)
+
+
+@torch.no_grad()
+def _run(model: Any, config: Any) -> bool | None:
+    _fill(model.eval())
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or SEQ
     seq = min(SEQ, positions) if positions > 0 else SEQ  # some have -1, for any number
     before = seq - min(LAST, seq // 3)
     with torch.device("cpu"):
-        model = make(config).eval()
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=NOISE)
         tokens = torch.randint(text.vocab_size, (2, seq))
         tokens[1, :before] = tokens[0, :before]
         ones = torch.ones_like(tokens)
@@ -108,7 +129,7 @@ def _run(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
 
 
 def _smaller(config: Any) -> Any:
-    """Returns a config of the same kind with few layers, narrow ones, and few tokens."""
+    """Returns a config of the same kind with narrow layers, few tokens, and small blocks of sparse attention."""
     text, small = config.get_text_config(), deepcopy(config)
     head = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", HEAD)
     part = 1 << max(0, (head // HEAD).bit_length() - 1)
@@ -126,22 +147,16 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _shrink(config: Any, part: int) -> None:
-    words, values = config.attribute_map.get("vocab_size", "vocab_size"), dict(vars(config))
-    depths = {value for name, value in values.items() if DEPTH.fullmatch(name) and type(value) is int}
-    for name, value in values.items():
-        if type(value) is int and WIDTH.fullmatch(name):
+    words = config.attribute_map.get("vocab_size", "vocab_size")
+    for name, value in list(vars(config).items()):
+        if type(value) is not int:
+            continue
+        if WIDTH.fullmatch(name):
             setattr(config, name, max(value // part, 1))
-        elif type(value) is int and DEPTH.fullmatch(name):
-            setattr(config, name, min(value, LAYERS))
-        elif type(value) is int and (name == words or name.endswith("_token_id")):
+        elif name == words or name.endswith("_token_id"):
             setattr(config, name, min(value, WORDS if name == words else WORDS - 1))
-        elif _lists(name, value) and len(value) in depths:  # one for each layer
-            setattr(config, name, value[:LAYERS])
-
-
-def _lists(name: str, value: Any) -> bool:
-    """Returns whether ``value`` lists what layers are; a pattern may be a text with a letter for each."""
-    return isinstance(value, list | tuple) or (isinstance(value, str) and name.endswith("_pattern"))
+        elif name in BLOCKS:
+            setattr(config, name, min(value, BLOCKS[name]))
 
 
 @contextmanager

@@ -60,7 +60,6 @@ class Branches(nn.Module):
             x = self.run(x, 1, self.kind in ("again", "first"))
         return self.head(self.rest(x, which if self.kind == "rest" else 0))  # type: ignore[no-any-return]
 
-
     def run(self, x: Tensor, which: int, reentrant: bool) -> Tensor:
         return checkpoint(self.layers[1], x, which, use_reentrant=True) if reentrant else self.layers[1](x, which)  # type: ignore[no-any-return]
 

@@ -18,6 +18,7 @@ from elastic.engine.parallelize import apply_kernels
 from elastic.errors import CodeError
 from elastic.imports import code_digest, load
 from elastic.kernels.attention import Kernel
+from elastic.models.causal import looks_ahead
 from elastic.models.spec import ShardingTable
 from elastic.plan.layout import Layout
 from elastic.train.preflight import preflight
@@ -333,6 +334,24 @@ def test_of_a_large_model_a_small_one_is_run(kind: str, fix: dict[str, Any]) -> 
             with pytest.raises(ValueError, match=rf"later tokens, .*; set {said} in config$"):
                 transformers_lm.build({"model_type": kind})
         assert transformers_lm.build({"model_type": kind, **fix}).doubt == ""
+
+
+@pytest.mark.fast
+def test_a_layer_far_behind_that_looks_ahead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory of its 32 layers is taken, and the model is built once.  The control: as it is published it looks back only."""
+    config, built = transformers_lm.config_of({"model_type": "llama"}, None), list[nn.Module]()
+
+    def late(config: Any) -> nn.Module:
+        model = transformers_lm._made(config)
+        for layer in model.model.layers[20:]:
+            layer.self_attn.is_causal = False
+        built.append(model)
+        return model  # type: ignore[no-any-return]
+
+    for make, ahead in ((transformers_lm._made, False), (late, True)):
+        monkeypatch.setattr("elastic.models.causal._FOUND", {})
+        assert looks_ahead(config, make) is ahead
+    assert len(built) == 1 and sum(parameter.numel() for parameter in built[0].parameters()) < 1e7
 
 
 @pytest.mark.fast

@@ -21,7 +21,7 @@ HEAD = 8
 """Smallest width of a head of a small model; rotations may take a quarter of it, and need two numbers."""
 WORDS = 64
 """Number of tokens that a small model knows."""
-MOST = 100_000_000
+MOST = 200_000_000
 """Largest number of parameters of a model that is run, where those that layers share count once."""
 SEQ, LAST = 24, 7
 """Length of the sequence, and number of tokens at its end that change: they begin within a block of any even size."""
@@ -87,11 +87,17 @@ def _try(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
 
 
 def _share(model: nn.Module) -> int:
-    """Lets layers of ``model`` use one another's parameters where names and shapes agree.  Returns the number of elements that are left."""
+    """Lets layers of ``model`` use one another's parameters where names and shapes agree.  Returns the number of elements that are left.
+
+    The library initialises none of them twice.
+    """
     known = dict[tuple[str, torch.Size], nn.Parameter]()
     for name, module in model.named_modules():
+        before = len(known)
         for own, parameter in module.named_parameters(recurse=False):
             module._parameters[own] = known.setdefault((NUMBER.sub("", f"{name}.{own}"), parameter.shape), parameter)
+        if module._parameters and not module._buffers and len(known) == before:
+            module._is_hf_initialized = True  # type: ignore[assignment]
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -74,7 +74,7 @@ from elastic.plan.retention import Keep
 from elastic.plan.stretches import Stretch, Stretches, batches, followed
 from elastic.protocol.copy_schedule import due
 
-NUMERICS = 3
+NUMERICS = 4
 """The newest number of the setting ``numerics``; a new run begins with it."""
 ROUNDS = 4
 """Microbatches of each worker in a step that keep small what is lost when the workers do not divide them evenly: a fifth at most."""
@@ -165,7 +165,8 @@ class Job(Part):
     numerics: Refused[Annotated[Whole, Field(ge=1, le=NUMERICS)]] = NUMERICS
     """Number of the rules by which the bits are computed.  Leave it out: a new run begins with the newest, and each run goes on with its
     own.  1: the first worker initialises the model on its CPU.  2: every worker initialises its part on its own device.  3: besides, the
-    loss is fused with the head, and attention on a GPU is by FlexAttention if blocks are compiled.
+    loss is fused with the head, and attention on a GPU is by FlexAttention if blocks are compiled.  4: besides, in a model without
+    ``sharding()`` whose layers are lists or dictionaries of modules, the modules in them are the blocks.
     """
     on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
     """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""

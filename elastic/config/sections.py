@@ -29,6 +29,8 @@ from elastic.config.values import (
 
 KERNELS_SINCE = 3
 """The first ``numerics`` with a fused loss, and with other kernels of attention than torch's."""
+PARTS_SINCE = 4
+"""The first ``numerics`` in which the parts of a container are blocks, and not the container itself, on which no rule of blocks acts."""
 
 
 class Part(BaseModel):

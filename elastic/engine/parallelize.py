@@ -129,7 +129,8 @@ def sharding_table(model: nn.Module) -> ShardingTable:
     """Returns the model's own table.  If it has none, the blocks are the children of its largest ModuleList.
 
     A block is a module that is called: what acts on a block goes round its ``forward``.  A container is none, such as a ModuleList of the
-    parts of a layer; in the place of one that a list holds, its children are blocks.  Raises :class:`ModelError` for one in the own table.
+    parts of a layer; in the place of one that a list holds, its children are blocks, unless ``model.whole_containers`` says that a run of
+    earlier ``numerics`` goes on with its own.  Raises :class:`ModelError` for one in the own table.
     """
     own: Callable[[], ShardingTable] | None = getattr(model, "sharding", None)
     if own is not None:
@@ -145,6 +146,8 @@ def sharding_table(model: nn.Module) -> ShardingTable:
     if not lists:
         return ShardingTable(blocks=())
     name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    if getattr(model, "whole_containers", False):
+        return ShardingTable(blocks=tuple(f"{name}.{number}" for number in range(len(largest))))
     return ShardingTable(blocks=tuple(_called(name, largest)))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.config.sections import PARTS_SINCE
 from elastic.engine.axes.whole import Whole
 from elastic.engine.layers import Layers
 from elastic.engine.meta import without_memory
@@ -80,7 +81,13 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
             raise ModelError(
                 f"parameter {name!r} of {job.model!r} has no elements (shape {[*parameter.shape]}); correct model_args = {job.model_args}"
             )
+    by_the_rules_of(model, job)
     return model
+
+
+def by_the_rules_of(model: Any, job: Job) -> None:
+    """Lets ``model`` have the blocks that the ``numerics`` of ``job`` ask for."""
+    model.whole_containers = job.numerics < PARTS_SINCE
 
 
 def _fix_of(error: Exception) -> str:

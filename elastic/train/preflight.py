@@ -45,7 +45,7 @@ from elastic.train import demands
 from elastic.train.counters import Counters
 from elastic.train.errands import check_samples
 from elastic.train.estimate import unnamed_policy
-from elastic.train.model import AS_IT_IS_THERE, build_model, builder_of, bytes_of, misfit, tensors_of
+from elastic.train.model import AS_IT_IS_THERE, build_model, builder_of, by_the_rules_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session, unlike_held_out
 from elastic.train.step import Session
 from storage.checkpoints.reader import Reader
@@ -96,6 +96,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
     data.check(run, build.data)
     job = run.job
+    by_the_rules_of(model, job)
     notes = [*unread, *_of_its_structure(model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))

@@ -19,6 +19,7 @@ from actors.cli import main
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
 from elastic.errors import JobError
+from elastic.job import NUMERICS
 from elastic.runs.run import Run
 from storage import journal
 from storage.objects import ObjectStore
@@ -31,9 +32,9 @@ A_BIT_MORE = struct.unpack("<f", struct.pack("<I", struct.unpack("<I", struct.pa
 """The float32 after 0.01."""
 ALONE: Sequence[str] = ("base", "untied", "bf16", "own model", "stopped")
 ANEW: Sequence[Request] = tuple(
-    (name, layout, {"numerics": NEWEST}) for name, layout in (("base", LOCAL), ("base", "1x2"), ("untied", LOCAL), ("bf16", LOCAL))
+    (name, layout, {"numerics": NUMERICS}) for name, layout in (("base", LOCAL), ("base", "1x2"), ("untied", LOCAL), ("bf16", LOCAL))
 )
-"""Jobs with the newest ``numerics``."""
+"""Jobs with the newest ``numerics``, whose bits are those of the newest entry: 4 is other than 3 only for models that have containers."""
 REQUESTS: Sequence[Request] = (
     *((name, LOCAL, {}) for name in ALONE),
     ("base", "1x2", {}),

@@ -97,7 +97,7 @@ def _share(model: nn.Module) -> int:
         for own, parameter in module.named_parameters(recurse=False):
             module._parameters[own] = known.setdefault((NUMBER.sub("", f"{name}.{own}"), parameter.shape), parameter)
         if module._parameters and not module._buffers and len(known) == before:
-            module._is_hf_initialized = True  # type: ignore[assignment]
+            module._is_hf_initialized = True
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -33,6 +33,7 @@ from tests.support.report_page import Read, read_page
 from tests.train.test_skips import local
 from tests.train.test_spikes import WINDOW, drawn_by, kept, spiky
 
+pytestmark = pytest.mark.fast
 JUDGED = {"spikes": {"microbatch_z": 6.0}, "optim": {"lr": 0.002}}
 
 

@@ -22,7 +22,7 @@ from elastic.train.local import run_local
 from elastic.train.model import build_model, builder_of
 from tests.support.chaos import REDONE, Witness, alone, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.commands import Command, seen, user_job, user_package
-from tests.support.patience import PATIENCE_S
+from tests.support.left import GONE_S
 from tests.support.processes import Machine
 from tests.support.toys import toy_job
 
@@ -260,7 +260,7 @@ def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, *, kills:
     killed_and_resumed(folder, package, lambda: Command(folder, "train", "job.toml", "--local"), points)
     assert_same_losses(seen(folder), saw, redone=kills * (per_save + job.microbatches))
     assert exported_hash(job) == expected
-    before.assert_nothing_left(str(folder), PATIENCE_S)
+    before.assert_nothing_left(str(folder), GONE_S)
 
 
 @pytest.mark.full  # in test_submit a whole cluster is killed
@@ -275,7 +275,7 @@ def test_everything_is_killed_under_ray(tmp_path: Path, monkeypatch: pytest.Monk
     assert_same_losses(seen(tmp_path), saw, redone=(2 * job.checkpoint.save_every + 1) * job.microbatches)
     assert exported_hash(job) == expected
     assert tip(Run.open(job).standing(0, 0.0).history.lineage).step == job.steps
-    before.assert_nothing_left(str(tmp_path), PATIENCE_S)
+    before.assert_nothing_left(str(tmp_path), GONE_S)
 
 
 def assert_same_losses(found: list[str], expected: list[str], *, redone: int) -> None:

@@ -114,7 +114,7 @@ class Witness(threading.Thread):
     def close(self) -> None:
         self.done.set()
         self.join(PATIENCE_S)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + 4 * GONE_S  # less than two leases, after which a worker that nobody ended leaves by itself
         for each in self.seen.values():
             each.ended = each.ended or each.process.wait(max(deadline - time.monotonic(), 0.1))
             each.final = each.final or each.counts()

@@ -29,12 +29,13 @@ from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Process, free_ports, frozen, kill_all, processes, wait_gone
 
 MARK = "NODE_OF_TEST"
+NICENESS = "RAY_worker_niceness"
 TUNED = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_worker_niceness": "0",  # at Ray's 15 any two other busy processes of the machine leave actors a thirtieth of the time
+    NICENESS: "0",  # at Ray's 15 any two other busy processes of the machine leave actors a thirtieth of the time
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "5000",  # a dead node refuses at once; one that is only slow, on a machine that is busy, is not dead

@@ -18,6 +18,7 @@ import ray
 from actors.living import attach
 from actors.view import View
 from elastic.job import Job
+from tests.support.clusters import NICENESS, TUNED
 from tests.support.job_file import to_toml
 from tests.support.left import left_of
 from tests.support.patience import PATIENCE_S
@@ -129,6 +130,7 @@ class Command:
 
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        ours[NICENESS] = TUNED[NICENESS]  # of the workers of a cluster that it starts
         self.output = folder / f"output-{time.time_ns()}"
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(

@@ -184,6 +184,7 @@ class Shell:
             (programs / name).write_text(f'#!/bin/sh\nexec {line} "$@"\n')
             (programs / name).chmod(0o755)
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        ours |= {"RAY_worker_niceness": "0"}  # as in ``tests/support/clusters.py``
         self.environment = {**ours, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
     def run(self, command: str) -> tuple[int, str]:

@@ -40,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str]) -> int:
     known = Namespace()
-    console.job = next((word for word in arguments if word.endswith(".toml")), "")
+    console.job = next((shlex.quote(word) for word in arguments if word.endswith(".toml")), "")  # of a line that cannot be read
     try:
         known = _parser().parse_args(arguments)
-        if console.job:
-            console.job = shlex.join([console.job, *getattr(known, "line", ())])
+        file = str(getattr(known, "job", None) or getattr(known, "bucket", ""))
+        console.job = shlex.join([file, *known.line]) if file.endswith(".toml") else ""
         code: int = known.perform(known)
     except (ElasticError, StorageError) as error:
         say(told(error, known), "elastic: ", "red")

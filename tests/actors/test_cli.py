@@ -281,6 +281,15 @@ def test_a_command_in_a_sentence_can_be_pasted_as_it_is(tmp_path: Path, capsys: 
         assert console.pasteable(f"so: {hint}.") == f"so: {whole or hint}."
 
 
+def test_the_job_in_a_command_of_a_sentence_is_the_file_of_the_line(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no other word that ends like one, and a shell reads its spaces, also where the rest of the line cannot be read."""
+    monkeypatch.chdir(tmp_path)
+    Path(written(tmp_path)).rename("my toy.toml")
+    said = "`elastic train 'my toy.toml' --data.args.path other.toml`"
+    for line, hint in (("checkpoint ls --data.args.path other.toml", said), ("status --dry-run", "`elastic estimate 'my toy.toml'`")):
+        assert main([*line.split(), "my toy.toml"]) == 1 and hint in sentence(capsys)
+
+
 def test_settings_prints_the_page_of_the_guide(capsys: Shown) -> None:
     assert main(["settings"]) == 0
     assert "| `workers.max` | integer ≥ 1 | `2` |" in capsys.readouterr().out

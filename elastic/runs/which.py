@@ -39,7 +39,8 @@ def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
     try:
         if generation is None:
             return run.version_at(step)
-        raise JobError(f"{setting} {which}: {run.job.name} has no such good checkpoint; `elastic checkpoint ls` lists those that it has")
+        has = f"`elastic checkpoint ls --name {run.job.name}` lists those that it has"  # it may be another run than that of the job file
+        raise JobError(f"{setting} {which}: {run.job.name} has no such good checkpoint; {has}")
     except JobError as error:
         left = ", ".join(f"{each.step}.{each.generation}" for each in left_behind(run, good))
         raise JobError(f"{error}; it has left behind {left}" if left else str(error)) from None

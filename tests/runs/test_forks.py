@@ -203,11 +203,12 @@ def test_l5_a_fork_has_the_bits_of_the_run_extended(tmp_path: Path) -> None:
     ids=str,
 )
 def test_l5_what_does_not_fit_is_refused_before_anything_begins(tmp_path: Path, changes: dict[str, Any], word: str, says: str) -> None:
-    """L5: by name, and nothing is left in the bucket.  The control is the test above."""
+    """L5: by name, and nothing is left in the bucket.  The control is the test above.  Only a run of the job file can be begun with it."""
     trained(job_of(tmp_path, steps=4))
     with pytest.raises(JobError) as refused:
         launch(job_of(tmp_path, "fork", **changes), local=True, resume=word)
     assert says in str(refused.value)
+    assert ("begin the run" in str(refused.value)) is (word == "4")
     assert not (tmp_path / "fork").exists() and not (tmp_path / "run" / "references").exists()
 
 

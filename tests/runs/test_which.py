@@ -83,7 +83,7 @@ def test_g4_a_step_that_was_left_behind_is_computed_again_when_it_is_named(tmp_p
     assert f"step 5: loss {told[5]:.6g}" in capsys.readouterr().out
     for word, why in {
         "5.7": "--step 5.7: run has had 2 generations so far",
-        "4.1": r"checkpoint 3\.1: run has no such good checkpoint",
+        "4.1": r"checkpoint 3\.1: run has no such good checkpoint; `elastic checkpoint ls --name run` lists",
         "4": "no good checkpoint at step 3",
         "x": "--step = 'x' must be a step",
     }.items():

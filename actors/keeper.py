@@ -179,10 +179,11 @@ class Keeper:
         except ProcessLookupError:
             return self.logs.keep(worker, "ended before its keeper followed it")
         except FileNotFoundError as error:  # without its counters it could not be saved, nor be found out if it hangs
+            self.logs.keep(worker, f"could not be followed, and was killed: {error}")  # first: the run may be over once that is heard
             self.coordinator.post.remote(Lost(worker, f"its keeper cannot follow it: {error}", certain=False))
             if actor is not None:
                 ray.kill(actor)
-            return self.logs.keep(worker, f"could not be followed, and was killed: {error}")
+            return
         if counters["copies"]:
             self.uploads.start()
             try:

@@ -16,8 +16,9 @@ import ray
 from actors.coordinator import Coordinator, Lease, View
 from actors.keeper import GROUPS, Keeper
 from actors.living import attach
+from actors.logs import Logs
 from actors.objects import UsersCode
-from actors.processes import clear, log_file, make_log_folder
+from actors.processes import clear, log_file, make_log_folder, remove_logs
 from actors.relay import Outbox, answered
 from actors.worker import Worker
 from elastic.control.inbox import Inbox
@@ -27,6 +28,7 @@ from elastic.protocol.member import Member
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import segment
+from storage.objects import ObjectStore
 from tests.support.chaos import assert_nothing_left, trial
 from tests.support.patience import PATIENCE_S, until
 from tests.support.relay import Gatherer
@@ -158,6 +160,31 @@ class LoneKeeper(Keeper):
         go_or_end(self._beat, "beat")
 
     def _end(self) -> None: ...
+
+
+class OverAtOnce:
+    """Stands in for the line to a coordinator whose run is over as soon as it hears that a worker is lost."""
+
+    def __init__(self, logs: Logs) -> None:
+        self.logs, self.heard = logs, list[Any]()
+
+    def remote(self, event: Event) -> None:
+        self.heard.append(event)
+        self.logs.close()
+
+
+def test_the_log_of_a_worker_that_cannot_be_followed_is_stored_although_the_run_is_over_at_once(tmp_path: Path) -> None:
+    run, worker = f"unfollowed-0001-{os.getpid():06x}", WorkerId("w1")
+    make_log_folder(run)
+    log_file(run, worker).write_text("it began\n")
+    one: Any = LoneKeeper.__new__(LoneKeeper)
+    one.run, one.workers, one.logs = run, {}, Logs(ObjectStore.open(str(tmp_path)), "unfollowed/logs", run, NodeId("n1"))
+    one.coordinator = SimpleNamespace(post=OverAtOnce(one.logs))
+    one._follow(worker, None)
+    remove_logs(run)
+    assert [event.worker for event in one.coordinator.post.heard] == [worker]
+    stored = (tmp_path / "unfollowed/logs/w1.log").read_text()
+    assert "could not be followed" in stored and "it began" in stored
 
 
 class Beats:

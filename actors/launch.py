@@ -19,7 +19,7 @@ import ray
 from actors import cluster
 from actors.begin import Show, begin, begin_here, claim, note_code
 from actors.coordinator import Coordinator
-from actors.living import Head, ask, attach, coordinator_of, name_of, note_deletion, reap, view_of
+from actors.living import Head, ask, attach, bucket_of_another, coordinator_of, name_of, note_deletion, reap, view_of
 from actors.objects import pack
 from actors.signals import Requests
 from actors.terminal import screen_for
@@ -133,22 +133,28 @@ def launch(
         job, asked = start.job, branch or start.at is not None
         if asked:
             Run.begun(job)
+        living = "" if address else _at_its_cluster(job, show)
+        if local:
+            _refuse_living(job, living)
+        elif living and (coordinator := attach(job.name)) is not None:  # it was checked when it began, and its folder may be gone
+            _refuse_changes(job, asked or accept_code)
+            requests.note()
+            return _attached(job, coordinator, requests, show, look)
         objects = [] if local else pack(job)
         checked = preflight(job, local=local, branch=asked, accept_code=accept_code, start=start)
         branch = asked or Run.has_saved_nothing(job)
         _tell(show, *checked.notes)
-        living = "" if address else _at_its_cluster(job, show)
         if local:
-            _refuse_living(job, living)
             return _result(job, *run_local(job, show, partial(begin_here, start, checked, show, branch)))
         run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()
         _connect(job, address, requests, show)
-        if attach(job.name) is not None:
+        if (coordinator := attach(job.name)) is not None:
+            if bucket := bucket_of_another(job, coordinator):
+                raise JobError(f"name = {job.name!r}: another run of this name, in {bucket}, lives on this cluster; choose another name")
+            _refuse_changes(job, asked or accept_code)
             branch = asked
-            if asked or accept_code:
-                raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
         start = replace(start, job=_heeding_the_driver(job, show))
         return _follow(start, checked, objects, requests, show, look, seen, again, branch)
 
@@ -165,6 +171,12 @@ def _connect(job: Job, address: str | None, requests: Requests, show: Show) -> N
 def _tell(show: Show, *sentences: str) -> None:
     for sentence in filter(None, sentences):
         show(Sentence(time.time(), sentence))
+
+
+def _refuse_changes(job: Job, wanted: bool) -> None:
+    """Raises :class:`JobError` if a change of a run that lives is ``wanted``."""
+    if wanted:
+        raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
 
 
 def _refuse_living(job: Job, address: str) -> None:
@@ -253,10 +265,21 @@ def _follow(
         seen = begin(replace(begins, job=job), show, branch, lambda run, _: claim(run, seen)) or seen
         note_code(Run.open(job), checked, show)
         coordinator = start(job, replace(checked.build, host=cluster.place(cluster.here())), driver, seen, objects)
-    else:
-        show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{_not_ours(job, coordinator, deadline_s)}"))
+        return _watched(job, coordinator, requests, show, look, driver)
+    return _attached(job, coordinator, requests, show, look)
+
+
+def _attached(job: Job, coordinator: Any, requests: Requests, show: Show, look: Look) -> Result:
+    """Tells the user that the run lives already, and watches it as :func:`_watched` does."""
+    other = _not_ours(job, coordinator, 2 * job.deadlines.lease_s)
+    show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{other}"))
+    return _watched(job, coordinator, requests, show, look, uuid.uuid4().hex)
+
+
+def _watched(job: Job, coordinator: Any, requests: Requests, show: Show, look: Look, driver: str) -> Result:
+    """Watches a run to its end, or until this driver is told to leave."""
     try:
-        view = watch(coordinator, show, look, driver, requests, deadline_s)
+        view = watch(coordinator, show, look, driver, requests, 2 * job.deadlines.lease_s)
     except PlatformGaveUp:
         reap(job.name)
         raise

@@ -56,7 +56,8 @@ def connected(job: Job) -> bool:
 
 def coordinator_of(job: Job) -> Any | None:
     """Returns the coordinator of the run, or None if the run is not found running."""
-    return attach(job.name) if connected(job) else None
+    coordinator = attach(job.name) if connected(job) else None
+    return None if coordinator is None or bucket_of_another(job, coordinator) else coordinator
 
 
 def _join(address: str) -> bool:
@@ -73,16 +74,25 @@ def _joined_unclaimed(job: Job) -> bool:
         if not cluster.has_actor(address, name_of(job.name)):
             continue
         with suppress(PlatformGaveUp, ClusterGone, ConnectionError, RuntimeError):  # it is ending, or somebody else's
-            if _join(address) and _is_of(job, attach(job.name)):
+            if _join(address) and (found := attach(job.name)) is not None and not bucket_of_another(job, found):
                 return True
         if not part_of_one:
             ray.shutdown()
     return False
 
 
-def _is_of(job: Job, coordinator: Any | None) -> bool:
-    """Returns whether the coordinator is that of ``job``: another bucket may have a run of that name, too."""
-    return coordinator is not None and same_place(ask(coordinator, "settings", deadline_s=ANSWER_S)["bucket"], job.bucket)
+def bucket_of_another(job: Job, coordinator: Any) -> str:
+    """Returns the bucket of the run that lives under the name of ``job``, if it is another run; otherwise, or without an answer, "".
+
+    A place may be mounted under another path here; then the newest claim in the bucket of ``job`` is one of the life that is found.
+    """
+    try:
+        bucket = str(ask(coordinator, "settings", deadline_s=ANSWER_S)["bucket"])
+        view = None if same_place(bucket, job.bucket) else view_of(coordinator, ANSWER_S)
+    except (PlatformGaveUp, ClusterGone):
+        return ""
+    owner = Run.find(job).owner() or {}
+    return bucket if view is not None and view.token.rpartition("-")[2] != owner.get("life") else ""
 
 
 def run_of(job: Job) -> Run:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from actors import launch
 from actors.cli import main
 from actors.coordinator import Coordinator
 from actors.launch import start
-from actors.living import ask, attach, reap
+from actors.living import ask, attach, coordinator_of, reap
 from elastic.control.run import RunState
-from elastic.errors import PlatformGaveUp
+from elastic.errors import JobError, PlatformGaveUp
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.runs.run import Run
@@ -65,6 +66,7 @@ def slow_job(folder: Path, name: str) -> Path:
         workers={"min": 1, "max": 1},
         log_every=1,
     )
+    folder.mkdir(exist_ok=True)
     (path := folder / "job.toml").write_text(to_toml(job))
     return path
 
@@ -200,3 +202,29 @@ def test_the_same_command_again_attaches_to_a_run_on_the_cluster_of_the_first(tm
             if each.poll() is None:
                 each.kill()
     assert len(list((tmp_path / "twice" / "owner").glob("*.json"))) == 1, "one coordinator, ever"
+
+
+def test_a_run_of_that_name_in_another_bucket_is_neither_attached_to_nor_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two users of one cluster gave their runs one name, and the second one's run was on this cluster before.
+
+    The controls: the first one's command stops that run, and so does one for which the bucket has another path here.
+    """
+    job = Job.load(slow_job(tmp_path / "first", "one-name")).replace(on_driver_exit="detach")
+    start(job, preflight(job).build, uuid.uuid4().hex, 0)
+    until(lambda: (found := attach("one-name")) is not None and ask(found, "view", deadline_s=PATIENCE_S).step >= 2)
+    token = ask(attach("one-name"), "view", deadline_s=PATIENCE_S).token
+    other = Job.load(slow_job(tmp_path / "second", "one-name"))
+    mounted = other.replace(bucket=str(tmp_path / "mounted"))
+    here = ray.get_runtime_context().gcs_address
+    Run.open(other).claim(here, life="abcdef")
+    Run.open(mounted).claim(here, life=token.rpartition("-")[2])
+    with pytest.raises(JobError, match=f"another run of this name, in {job.bucket}, lives on this cluster; choose another name"):
+        launch.launch(other)
+    assert main(["stop", str(tmp_path / "second" / "job.toml")]) == 0
+    assert "is not running" in capsys.readouterr().out
+    assert coordinator_of(other) is None and coordinator_of(mounted) is not None
+    assert not ask(attach("one-name"), "view", deadline_s=PATIENCE_S).stopping
+    assert main(["stop", str(tmp_path / "first" / "job.toml")]) == 0
+    assert "stopped (elastic stop)" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Background threads whose errors are heard of: the work begins anew, or the process ends.
+"""Background threads whose errors are heard of: the work begins anew, or the process ends; and a main thread that signals do not break off.
 
 An exception that leaves an ordinary thread ends it with a line in some log, and what it did is done no more while all else goes on.
 """
@@ -6,11 +6,14 @@ An exception that leaves an ordinary thread ends it with a line in some log, and
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 FIRST_S, LONGEST_S = 0.1, 2.0
 """Seconds from a failure until the work begins anew: they double with each failure up to the second number, after which they are the first
@@ -33,6 +36,32 @@ def go_or_end(work: Callable[[], object], name: str) -> threading.Thread:
     thread = threading.Thread(target=_go_or_end, args=(work, name), name=name, daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Lets what the main thread does within end before SIGINT or SIGTERM is handled.  A second signal is handled at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    late = list[int]()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if late:
+            before[number](number, frame)
+        late.append(number)
+
+    found = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in found.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if late:
+        signal.raise_signal(late[0])
 
 
 def _keep_going(work: Callable[[], object], name: str, say: Callable[[str], None]) -> None:

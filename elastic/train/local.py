@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -45,6 +45,7 @@ from elastic.runs.run import Run
 from elastic.state.heal import Healing, home_of
 from elastic.state.streaming import look_at
 from elastic.state.uploader import name_of
+from elastic.threads import unbroken
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.context import Context
 from elastic.train.contract import check_loss
@@ -147,6 +148,14 @@ def _raw(value: torch.Tensor) -> memoryview:
     return memoryview(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+class _Step(Step):
+    """A step whose commit ends before a signal is handled: of half an update nothing could be saved."""
+
+    def commit(self, metrics: Mapping[str, float] | None = None) -> Outcome:
+        with unbroken():
+            return super().commit(metrics)
+
+
 class _Local:
     """Trains one run in this process."""
 
@@ -221,7 +230,7 @@ class _Local:
         for step in range(version.step, job.steps):
             validated = self._validated(state, step)
             with self.profiler.watch(step + 1, self.world):
-                yield Step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON, validated, done)
+                yield _Step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON, validated, done)
 
     def _validated(self, state: State, step: int) -> Validated | None:
         """Returns what the state after ``step`` loses on held-out samples, if it is due, and shows it."""

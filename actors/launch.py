@@ -130,14 +130,13 @@ def launch(
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             cluster.check_place("bucket", job.bucket)
         start = start_of(settled(job), resume)
-        job, asked = start.job, branch or start.at is not None
-        if asked:
+        job = start.job
+        if asked := branch or start.at is not None:
             Run.begun(job)
         living = "" if address else _at_its_cluster(job, show)
         if local:
             _refuse_living(job, living)
-        elif living and (coordinator := attach(job.name)) is not None:  # it was checked when it began, and its folder may be gone
-            _refuse_changes(job, asked or accept_code)
+        elif living and (coordinator := _lives_here(job, asked or accept_code)) is not None:  # its folder may be gone
             requests.note()
             return _attached(job, coordinator, requests, show, look)
         objects = [] if local else pack(job)
@@ -150,11 +149,7 @@ def launch(
         run.check_local()
         seen = run.latest_claim()
         _connect(job, address, requests, show)
-        if (coordinator := attach(job.name)) is not None:
-            if bucket := bucket_of_another(job, coordinator):
-                raise JobError(f"name = {job.name!r}: another run of this name, in {bucket}, lives on this cluster; choose another name")
-            _refuse_changes(job, asked or accept_code)
-            branch = asked
+        branch = asked if _lives_here(job, asked or accept_code) is not None else branch
         start = replace(start, job=_heeding_the_driver(job, show))
         return _follow(start, checked, objects, requests, show, look, seen, again, branch)
 
@@ -173,10 +168,18 @@ def _tell(show: Show, *sentences: str) -> None:
         show(Sentence(time.time(), sentence))
 
 
-def _refuse_changes(job: Job, wanted: bool) -> None:
-    """Raises :class:`JobError` if a change of a run that lives is ``wanted``."""
-    if wanted:
+def _lives_here(job: Job, changes: bool) -> Any | None:
+    """Returns the coordinator of the run if it lives on the cluster of this process, or None.
+
+    Raises :class:`JobError` if another run of its name lives there, or if it lives and ``changes`` are asked for.
+    """
+    if (coordinator := attach(job.name)) is None:
+        return None
+    if bucket := bucket_of_another(job, coordinator):
+        raise JobError(f"name = {job.name!r}: another run of this name, in {bucket}, lives on this cluster; choose another name")
+    if changes:
         raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
+    return coordinator
 
 
 def _refuse_living(job: Job, address: str) -> None:

@@ -174,7 +174,8 @@ def test_l12_a_terminal_shows_one_line_that_changes_and_nothing_of_it_is_left(tm
     run = InTerminal(tmp_path, "train", written(tmp_path, loss="shown_code:loss"), "--local")
     assert run.wait() == 0, run.typed
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in run.seen.lines]
-    assert lines[0] == "one worker in this process, from step 0 of generation 0 (init)"
+    assert lines[0].startswith("checking the job: ")
+    assert lines[1] == "one worker in this process, from step 0 of generation 0 (init)"
     prints = [n for n, line in enumerate(lines) if line == "a print of the user"]
     last = next(n for n, line in enumerate(lines) if line.startswith("step     8/8  loss "))
     assert len(prints) == 8 * 8 and prints == list(range(prints[0], last)), lines

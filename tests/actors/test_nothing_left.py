@@ -97,6 +97,7 @@ def actor(name: str) -> Iterator[str]:
     assert ray.get(idle.there.remote())
     yield f"actor {name}"
     ray.kill(idle)
+    until(lambda: name not in [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)])  # the call only asks for it
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def test_slow_spares_are_told_of_and_the_oldest_of_too_many_validations_is_given
         gone = [10 * number for number in range(1 + busy, 5)] if keep else []
         given_up = [f"validation of step {step} is given up: more than {WAITING} wait for a spare worker; " for step in gone]
         assert [text[: len(start)] for text, start in zip(ordered.said[bool(keep) :], given_up, strict=True)] == given_up
-        assert all("--pay tries again" in text for text in ordered.said[1:])
+        assert all("`elastic owed --pay` tries again" in text for text in ordered.said[1:])
         found = owed.debts(ordered.run)
         assert [debt.version.step for debt in found if debt.given_up] == gone and len(found) == WAITING + 4
         assert len(owed.needed(found)) == (WAITING + busy if keep else WAITING + 4)

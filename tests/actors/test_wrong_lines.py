@@ -25,8 +25,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def said(shown: Shown) -> str:
+    """Returns the one line that was printed, besides the one with which training begins."""
     captured = shown.readouterr()
-    (line,) = (captured.out + captured.err).splitlines()
+    (line,) = (each for each in (captured.out + captured.err).splitlines() if not each.startswith("checking the job: "))
     return line
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,15 @@ def update(parts: Sequence[Part], grads: Sequence[Tensor], hyper: Hyper) -> None
 STRUCK = Rule((), update)
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Lets SIGINT raise KeyboardInterrupt: a process in the background of a script ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("signals", [1, 2], ids=["once", "control"])
 def test_a_signal_in_the_middle_of_an_update_costs_no_step(tmp_path: Path, signals: int) -> None:
     """The control: a second signal is handled at once, and half an update is not saved.  A resume shows what was."""

@@ -83,10 +83,13 @@ def check_lost(store: ObjectStore, name: str) -> None:
         )
 
 
-def no_run(job: Job) -> JobError:
-    """Returns the error of a command that finds no run of that name, after :func:`check_lost`."""
+def no_run(job: Job, of_the_file: bool = True) -> JobError:
+    """Returns the error of a command that finds no run of that name, after :func:`check_lost`.
+
+    Without ``of_the_file`` it is not the run of the job file, which cannot begin it.
+    """
     what = ", which is a file and not a folder" if os.path.isfile(job.bucket) else ""
-    fix = "correct the name or the bucket, or begin the run with `elastic train`"
+    fix = "correct the name or the bucket" + (", or begin the run with `elastic train`" if of_the_file else "")
     return JobError(f"there is no run {job.name!r} in bucket = {job.bucket!r}{what}; {fix}")
 
 

@@ -180,17 +180,9 @@ def _best(run: Run) -> Version:
     return min(later)
 
 
-def _other(job: Job) -> Run:
-    """Returns a run that is not that of the job file.  Raises :class:`JobError` if there is none; that file would begin another one."""
-    store = ObjectStore.open(job.bucket)
-    branches.check_lost(store, job.name)
-    if branches.newest(store, job.name) is None:
-        raise JobError(f"there is no run {job.name!r} in bucket = {job.bucket!r}; correct the name or the bucket")
-    return Run.begun(job)
-
-
 def _fork(job: Job, name: str, which: str) -> Start:
-    other = _other(job.replace(name=name))
+    branches.check_lost(ObjectStore.open(job.bucket), name)  # also if it has later branches
+    other = Run.begun(job.replace(name=name), of_the_file=False)
     version = checkpoint(other, which)
     if not version.step:
         raise JobError(f"--resume {name}@0: nothing was done by then; leave --resume out to begin at step 0")
@@ -229,7 +221,7 @@ def _warm(job: Job) -> Start:
             f"init = {job.init!r} names the run itself; name another one, or leave it out and take --resume with a step of this run"
         )
     theirs, store = job.replace(name=name, init=""), ObjectStore.open(job.bucket)
-    other = Run.find(theirs) if branches.lost(store, name) else _other(theirs)  # weights need no settings
+    other = Run.find(theirs) if branches.lost(store, name) else Run.begun(theirs, of_the_file=False)  # weights need no settings
     version = checkpoint(other, which)
     if not version.step:
         raise JobError(f"init = {job.init!r}: nothing was trained by then; leave it out")

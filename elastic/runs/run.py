@@ -141,12 +141,12 @@ class Run:
         return cls._found(job) or cls(job, ObjectStore.open(job.bucket), branches.ABSENT)
 
     @classmethod
-    def begun(cls, job: Job) -> Run:
-        """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket."""
+    def begun(cls, job: Job, of_the_file: bool = True) -> Run:
+        """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket (:func:`branches.no_run`)."""
         if (run := cls._found(job)) is not None:
             return run
         branches.check_lost(ObjectStore.open(job.bucket), job.name)
-        raise branches.no_run(job)
+        raise branches.no_run(job, of_the_file)
 
     @classmethod
     def _found(cls, job: Job) -> Run | None:

@@ -105,7 +105,8 @@ def chosen(world: World, job: Job, folder: str) -> tuple[str | float, int]:
 
 def test_auto_recomputes_where_memory_asks_for_it(gpu: Ranks, tmp_path: Path) -> None:
     """There is one worker.  What each policy needs is measured first; only a device of a bit more than that is large enough."""
-    settings: dict[str, Any] = {"model_args": LARGE, "precision": "bf16", "data": {"dataset": "tests.gpu.test_estimate:Long"}}
+    settings: dict[str, Any] = {"model_args": LARGE | {"vocab": 2048}, "precision": "bf16", "global_batch": 16, "microbatch": 8}
+    settings["data"] = {"dataset": "tests.gpu.test_estimate:Long"}
     needs: dict[str, float] = {}
     for number, policy in enumerate(("none", "selective", "block")):
         job = toy_job(tmp_path, recompute=policy, workers={"gpus": 1, "max": 1}, **settings)

@@ -113,9 +113,6 @@ EXCUSED: dict[str, str] = {
     "elastic/train/demands.py, initialising: `takes_s < TELLING_S` → `takes_s <= TELLING_S` in `if takes_s < TELLING_S:`": (
         "No estimate hits the limit to the last bit."
     ),
-    'elastic/train/step.py, compute: `session.counters.at("reads data")` → `pass`': (
-        "It only names what a worker does; that a loader that hangs is named is shown on real workers, in tests/actors/test_hangs.py."
-    ),
     "elastic/state/heal.py, _messages: `part.nbytes > MESSAGE` → `part.nbytes >= MESSAGE` in "
     "`rows = part.split(max(1, MESSAGE * len(part) // part.nbytes)) if part.nbytes > MESSAGE and part.shape else (part,)`": (
         "What is just as large as a message is split into itself."
@@ -283,10 +280,15 @@ def tests_of(file: str) -> tuple[str, ...]:
     return next(tests for name, tests in COVER.items() if file.startswith(name))
 
 
+def every() -> list[Mutant]:
+    """Returns all mutants of the covered files; Python may refuse a few."""
+    return [mutant for file in covered() for mutant in mutants(file, (ROOT / file).read_bytes())]
+
+
 def draw(seed: int, count: int) -> list[Mutant]:
     """Returns ``count`` mutants that Python can compile: each statement and expression that can be broken is equally likely."""
     sources = {file: (ROOT / file).read_bytes() for file in covered()}
-    everything = [mutant for file, source in sources.items() for mutant in mutants(file, source)]
+    everything = every()
     random.Random(seed).shuffle(everything)
     return list(islice((mutant for mutant in everything if _compiles(mutant.applied(sources[mutant.file]))), count))
 

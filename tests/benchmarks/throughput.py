@@ -22,11 +22,13 @@ import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import ray
 import torch
 
 from actors import cluster
@@ -100,19 +102,28 @@ def job_of(folder: Path, name: str, options: argparse.Namespace) -> Job:
     return Job(**(values | OURS[name] | options.ours))
 
 
+class Enough(Exception):
+    """All steps of a run are there.  Its last checkpoint, which takes longer than the steps of a large model, tells nothing more."""
+
+
 def ours(name: str, folder: Path, options: argparse.Namespace) -> Row:
-    """Runs a job to its end."""
+    """Runs a job to its last step, and ends its cluster."""
     lines: list[Line] = []
 
     def show(line: Line) -> None:
         lines.append(line)
         if isinstance(line, Sentence):
             print(f"{time.time() - began:8.1f} s  {line.text}", file=sys.stderr, flush=True)
+        elif isinstance(line, StepLine) and line.step == options.steps:
+            raise Enough
 
     began = time.time()
-    result = launch(job_of(folder, name, options), show=show)
+    cluster.connect("local")
+    with suppress(Enough):
+        launch(job_of(folder, name, options), show=show)
+    ray.shutdown()
     steps = [line for line in lines if isinstance(line, StepLine)]
-    if result.state != "Finished" or len(steps) < SETTLED + 2:
+    if not steps or steps[-1].step < options.steps:
         return {"failed": "\n".join(line.text for line in lines if isinstance(line, Sentence))[-1500:]}
     took = [after.at - before.at for before, after in pairwise(steps[SETTLED:]) if after.generation == before.generation]
     seconds = statistics.median(took)
@@ -172,8 +183,6 @@ def main() -> int:
     options.gpus = int(torch.cuda.is_available())
     folder, rows = Path(mkdtemp()), dict[str, Row]()
     prepare(Path(sysconfig.get_path("stdlib")) / "asyncio", str(folder / "tokens"), (".py",))
-    if any(name in OURS for name in options.names):
-        cluster.connect("local")
     for name in options.names:
         rows[name] = loop(name, options) if name in LOOPS else ours(name, folder, options)
         shutil.rmtree(folder / "bucket", ignore_errors=True)  # checkpoints of several rows would fill a disk

@@ -6,7 +6,6 @@ the clusters that this process can reach without being told are asked, that of `
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from contextlib import suppress
@@ -16,6 +15,7 @@ import ray
 
 from actors import cluster
 from actors.begin import Show
+from actors.processes import life_of
 from actors.terminal import console
 from actors.view import View
 from elastic.config.values import same_place
@@ -196,9 +196,9 @@ def view_of(coordinator: Any, deadline_s: float) -> View | None:
 def reap(name: str) -> list[str]:
     """Ends all actors of the run that are left on this cluster, and returns their names."""
     found = []
-    ours = re.compile(rf"{re.escape(name)}(-\d{{4,}}-[0-9a-f]{{6}})?/")  # this must not match a run called ``<name>-2``
     for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == cluster.NAMESPACE and ours.match(entry["name"]):
+        token, slash, _ = entry["name"].partition("/")
+        if entry["namespace"] == cluster.NAMESPACE and slash and (token == name or life_of(name, token)):
             with suppress(ValueError):
                 ray.kill(ray.get_actor(entry["name"], namespace=cluster.NAMESPACE), no_restart=True)
                 found.append(f"actor {entry['name']}")

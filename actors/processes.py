@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import select
 import shutil
 import signal
@@ -114,13 +115,33 @@ def log_file(run: str, worker: str) -> Path:
     return log_folder(run) / f"{worker}.log"
 
 
+def life_of(name: str, token: str) -> str:
+    """Returns the life in ``token``, which is ``<name>-<first incarnation>-<life>``: a random text that no run in another bucket has.
+
+    Returns "" if ``token`` is none of the run, as one of a run called ``<name>-2``.
+    """
+    found = re.fullmatch(rf"{re.escape(name)}-\d{{4,}}-([0-9a-f]{{6}})", token)
+    return found[1] if found else ""
+
+
+def _folders(name: str) -> list[Path]:
+    """Returns the folders of the run's lives on this node, oldest life first."""
+    found = log_folder("").glob(f"{name}-*") if _is_ours(log_folder("")) else ()
+    return sorted((each for each in found if life_of(name, each.name)), key=lambda each: (len(each.name), each.name))
+
+
+def _counters(name: str) -> list[Path]:
+    """Returns the counters that the run's lives have on this node."""
+    run = segment(name, "").name[:-1]
+    return [each for each in segments(f"{name}-*") if life_of(run, each.name.rpartition("-")[0])]
+
+
 def left_here(name: str, lives: Collection[str]) -> list[Path]:
     """Returns the logs of workers that ``lives`` of the run have left on this node, oldest life first.
 
     The lives are known by the random text at the end of their names: another bucket may have a run of that name, too.
     """
-    folders = sorted(log_folder("").glob(f"{name}-????-??????")) if _is_ours(log_folder("")) else ()
-    return [path for folder in folders if folder.name[-6:] in lives for path in sorted(folder.glob("*.log"))]
+    return [path for folder in _folders(name) if folder.name[-6:] in lives for path in sorted(folder.glob("*.log"))]
 
 
 def remove_logs(run: str) -> None:
@@ -153,7 +174,7 @@ def leave_nothing(run: str, deadline_s: float = ENTERED_S, wait: Callable[[float
 
 def sweep(name: str) -> None:
     """Removes the counters of dead processes that earlier lives of the run left on this node."""
-    for path in segments(f"{name}-????-??????"):
+    for path in _counters(name):
         if writer_lives(path) is False:
             path.unlink(missing_ok=True)
 
@@ -179,14 +200,14 @@ def clear(name: str, deadline_s: float) -> list[str]:
     Files of a process that still lives at the deadline stay.
     """
     removed, end = [], time.monotonic() + deadline_s
-    for path in segments(f"{name}-????-??????"):
+    for path in _counters(name):
         while (alive := writer_lives(path)) and time.monotonic() < end:
             time.sleep(POLL_S)
         if not alive:
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 path.unlink()
                 removed.append(f"{path}")
-    for folder in sorted(log_folder("").glob(f"{name}-????-??????")) if _is_ours(log_folder("")) else ():
+    for folder in _folders(name):
         shutil.rmtree(folder, ignore_errors=True)
         removed.append(f"{folder}")
     return removed

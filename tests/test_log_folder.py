@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.processes import clear, log_file, log_folder, make_log_folder
+from actors.processes import clear, left_here, log_file, log_folder, make_log_folder, sweep
 from elastic.errors import JobError
+from elastic.train.counters import Counters, segment
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
 
@@ -61,6 +62,27 @@ def test_what_another_user_has_put_there_is_refused(there: Path, monkeypatch: py
             with pytest.raises(JobError, match="is a link, or belongs to another user: remove it, or set TMPDIR"):
                 make_log_folder("logs-0002-abcdef")
             assert clear("logs", 0.0) == [] and (root / RUN).is_dir() and len(list(root.iterdir())) == 1
+
+
+def test_a_life_is_known_whatever_its_number(there: Path) -> None:
+    """The first incarnation of a life has four digits or more.  The control: a run whose name begins with the name of this one."""
+    lives = ["logs-0001-abcdef", "logs-9999-abcdef", "logs-10000-abcdef"]
+    others = ["logs-2-10000-abcdef", "logs-10000-abcdef-2", "logs-100-abcdef"]
+    for token in (*lives, *others):
+        make_log_folder(token)
+        log_file(token, "w1").touch()
+    assert left_here("logs", {"abcdef"}) == [log_file(token, "w1") for token in lives], "oldest life first"
+    counters = [segment(token, "w1") for token in (*lives, *others)]
+    for removes in (lambda: sweep("logs"), lambda: clear("logs", 0.0)):
+        for path in counters:
+            Counters(path, create=True)["pid"] = 2**22 + 1  # no process has this number
+        try:
+            removes()
+            assert [path for path in counters if path.exists()] == counters[3:]
+        finally:
+            for path in counters:
+                path.unlink(missing_ok=True)
+    assert [token for token in (*lives, *others) if log_folder(token).exists()] == others
 
 
 def test_a_worker_writes_through_no_link(there: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -193,12 +194,17 @@ def view_of(coordinator: Any, deadline_s: float) -> View | None:
     return view
 
 
-def reap(name: str) -> list[str]:
-    """Ends all actors of the run that are left on this cluster, and returns their names."""
+def reap(name: str, lives: Collection[str] | None = None) -> list[str]:
+    """Ends the actors of the run that are left on this cluster, and returns their names.
+
+    With ``lives`` only theirs; a coordinator, whose name has no life, then counts as one of the life "".
+    """
     found = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
         token, slash, _ = entry["name"].partition("/")
-        if entry["namespace"] == cluster.NAMESPACE and slash and (token == name or life_of(name, token)):
+        if entry["namespace"] != cluster.NAMESPACE or not slash or not (token == name or life_of(name, token)):
+            continue
+        if lives is None or life_of(name, token) in lives:
             with suppress(ValueError):
                 ray.kill(ray.get_actor(entry["name"], namespace=cluster.NAMESPACE), no_restart=True)
                 found.append(f"actor {entry['name']}")

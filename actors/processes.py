@@ -124,16 +124,17 @@ def life_of(name: str, token: str) -> str:
     return found[1] if found else ""
 
 
-def _folders(name: str) -> list[Path]:
-    """Returns the folders of the run's lives on this node, oldest life first."""
+def _folders(name: str, lives: Collection[str]) -> list[Path]:
+    """Returns the folders of ``lives`` of the run on this node, oldest life first."""
     found = log_folder("").glob(f"{name}-*") if _is_ours(log_folder("")) else ()
-    return sorted((each for each in found if life_of(name, each.name)), key=lambda each: (len(each.name), each.name))
+    return sorted((each for each in found if life_of(name, each.name) in lives), key=lambda each: (len(each.name), each.name))
 
 
-def _counters(name: str) -> list[Path]:
-    """Returns the counters that the run's lives have on this node."""
+def _counters(name: str) -> dict[Path, str]:
+    """Returns the life of each file of counters that is on this node of any run called ``name``."""
     run = segment(name, "").name[:-1]
-    return [each for each in segments(f"{name}-*") if life_of(run, each.name.rpartition("-")[0])]
+    lives = {each: life_of(run, each.name.rpartition("-")[0]) for each in segments(f"{name}-*")}
+    return {each: life for each, life in lives.items() if life}
 
 
 def left_here(name: str, lives: Collection[str]) -> list[Path]:
@@ -141,7 +142,7 @@ def left_here(name: str, lives: Collection[str]) -> list[Path]:
 
     The lives are known by the random text at the end of their names: another bucket may have a run of that name, too.
     """
-    return [path for folder in _folders(name) if folder.name[-6:] in lives for path in sorted(folder.glob("*.log"))]
+    return [path for folder in _folders(name, lives) for path in sorted(folder.glob("*.log"))]
 
 
 def remove_logs(run: str) -> None:
@@ -194,20 +195,20 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def clear(name: str, deadline_s: float) -> list[str]:
-    """Removes all that the run has left on this node, once its processes have ended, and returns what was removed.
+def clear(name: str, lives: Collection[str], deadline_s: float) -> list[str]:
+    """Removes all that ``lives`` of the run have left on this node, once their processes have ended, and returns what was removed.
 
     Files of a process that still lives at the deadline stay.
     """
     removed, end = [], time.monotonic() + deadline_s
-    for path in _counters(name):
+    for path in [each for each, life in _counters(name).items() if life in lives]:
         while (alive := writer_lives(path)) and time.monotonic() < end:
             time.sleep(POLL_S)
         if not alive:
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 path.unlink()
                 removed.append(f"{path}")
-    for folder in _folders(name):
+    for folder in _folders(name, lives):
         shutil.rmtree(folder, ignore_errors=True)
         removed.append(f"{folder}")
     return removed

@@ -14,10 +14,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, launch, living
-from actors.living import ANSWER_S, connected, coordinator_of, note_deletion, run_of
+from actors.living import ANSWER_S, bucket_of_another, connected, coordinator_of, note_deletion, run_of
 from actors.logs import last_lines
 from actors.prints import Prints, Reading
-from actors.processes import clear, end_on_sigterm, left_here, log_folder
+from actors.processes import clear, end_on_sigterm, left_here, life_of, log_folder
 from actors.terminal import say, screen_for, show_result
 from actors.view import View
 from elastic.control.run import Ended, Failed, Stopped
@@ -183,19 +183,23 @@ def _speed(view: View) -> str:
 def clean(job: Job, force: bool) -> int:
     """Ends and removes what a dead run has left on every node: its actors, their shared memory and logs.  What is in the bucket stays.
 
-    Raises :class:`PlatformGaveUp` if the run lives, unless ``force``.
+    So does all that belongs to a run of that name in another bucket.  Raises :class:`PlatformGaveUp` if the run lives, unless ``force``.
     """
+    lives = Run.find(job).lives()
     if not connected(job):
-        removed = clear(job.name, CLEAR_S)
+        removed = clear(job.name, lives, CLEAR_S)
         _tell(removed, "this machine (the run's cluster has ended, or cannot be reached from here)")
         return 0
-    if not force:
-        _refuse_a_living_run(job.name)
-    _tell(living.reap(job.name), "the cluster")
+    coordinator = living.attach(job.name)
+    if coordinator is not None and (bucket := bucket_of_another(job, coordinator)):
+        say(f"another run of this name, in {bucket}, lives on this cluster; it stays")
+    elif coordinator is not None:
+        lives |= {_life_to_end(job.name, coordinator, force), ""}
+    _tell(living.reap(job.name, lives), "the cluster")
     tasks = {
         ray.remote(num_cpus=0)(clear)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote(job.name, CLEAR_S): cluster.place(node)
+        .remote(job.name, lives, CLEAR_S): cluster.place(node)
         for node in cluster.nodes()
     }
     done, silent = ray.wait(list(tasks), num_returns=len(tasks), timeout=2 * CLEAR_S)
@@ -206,19 +210,23 @@ def clean(job: Job, force: bool) -> int:
     return PlatformGaveUp.exit_code if silent else 0
 
 
-def _refuse_a_living_run(name: str) -> None:
-    coordinator = living.attach(name)
-    if coordinator is None:
-        return
+def _life_to_end(name: str, coordinator: Any, force: bool) -> str:
+    """Returns the life of the run, whose claim may be deleted, or "" if its coordinator does not tell.
+
+    Raises :class:`PlatformGaveUp` if the run lives, unless ``force``.
+    """
     fix = "`elastic stop` stops it with a save, --force ends it as it is"
     try:
         view = ray.get(coordinator.view.remote(10**9), timeout=ANSWER_S)
     except ray.exceptions.GetTimeoutError:
+        if force:
+            return ""
         raise PlatformGaveUp(f"{name} may live: its coordinator is there, but has not answered for {ANSWER_S:g} s; {fix}") from None
     except ray.exceptions.RayActorError:
-        return
-    if not view.over:
+        return ""
+    if not view.over and not force:
         raise PlatformGaveUp(f"{name} lives ({view.state}, step {view.step} of {view.steps}); {fix}")
+    return life_of(name, view.token)
 
 
 def _tell(removed: list[str], where: str) -> None:

@@ -61,7 +61,7 @@ def test_what_another_user_has_put_there_is_refused(there: Path, monkeypatch: py
             root.symlink_to(there / "theirs") if put == "link" else (root / RUN).mkdir(parents=True)
             with pytest.raises(JobError, match="is a link, or belongs to another user: remove it, or set TMPDIR"):
                 make_log_folder("logs-0002-abcdef")
-            assert clear("logs", 0.0) == [] and (root / RUN).is_dir() and len(list(root.iterdir())) == 1
+            assert clear("logs", {"abcdef"}, 0.0) == [] and (root / RUN).is_dir() and len(list(root.iterdir())) == 1
 
 
 def test_a_life_is_known_whatever_its_number(there: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_life_is_known_whatever_its_number(there: Path) -> None:
         log_file(token, "w1").touch()
     assert left_here("logs", {"abcdef"}) == [log_file(token, "w1") for token in lives], "oldest life first"
     counters = [segment(token, "w1") for token in (*lives, *others)]
-    for removes in (lambda: sweep("logs"), lambda: clear("logs", 0.0)):
+    for removes in (lambda: sweep("logs"), lambda: clear("logs", {"abcdef"}, 0.0)):
         for path in counters:
             Counters(path, create=True)["pid"] = 2**22 + 1  # no process has this number
         try:

@@ -145,7 +145,7 @@ def test_a_worker_that_nobody_calls_leaves_by_itself(tmp_path: Path) -> None:
     assert "nobody has called it for 2 s" in log_file("unused-0001-abcdef", "w0").read_text()
     for actor in (desk, made[Called]):
         ray.kill(actor)
-    clear("unused", PATIENCE_S)
+    clear("unused", {"abcdef"}, PATIENCE_S)
 
 
 class LoneKeeper(Keeper):

@@ -15,17 +15,19 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors import launch
+from actors import cluster, launch
 from actors.cli import main
 from actors.coordinator import Coordinator
 from actors.launch import start
 from actors.living import ask, attach, coordinator_of, reap
+from actors.processes import log_file, log_folder, make_log_folder
 from elastic.control.run import RunState
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.runs.run import Run
 from elastic.train.preflight import preflight
+from tests.support.commands import assert_no_actor_left
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S, until
 from tests.support.toys import toy_job
@@ -228,3 +230,48 @@ def test_a_run_of_that_name_in_another_bucket_is_neither_attached_to_nor_stopped
     assert not ask(attach("one-name"), "view", deadline_s=PATIENCE_S).stopping
     assert main(["stop", str(tmp_path / "first" / "job.toml")]) == 0
     assert "stopped (elastic stop)" in capsys.readouterr().out
+
+
+class Left:
+    """Stands for a worker that has outlived its coordinator."""
+
+
+@pytest.mark.must_run_in_ci
+def test_clean_neither_ends_nor_removes_a_run_of_that_name_in_another_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R19: also by force, and also if the bucket of the command has no claim; what its own run has left goes all the same.
+
+    The controls: the other run steps on with its coordinator, its workers and its folder, and its own command ends it by force.
+    """
+    name, theirs, ours, empty = "cleaned", *(tmp_path / folder for folder in ("theirs", "ours", "empty"))
+    job = Job.load(slow_job(theirs, name)).replace(on_driver_exit="detach")
+    start(job, preflight(job).build, uuid.uuid4().hex, 0)
+    until(lambda: (found := attach(name)) is not None and ask(found, "view", deadline_s=PATIENCE_S).step >= 2)
+    before = ask(attach(name), "view", deadline_s=PATIENCE_S)
+    folder, left = log_folder(before.token), f"{name}-0001-abcdef"
+    (journal,) = (path for path in folder.iterdir() if path.is_dir())
+    Run.open(Job.load(slow_job(ours, name))).claim(ray.get_runtime_context().gcs_address, life="abcdef")
+    slow_job(empty, name)
+
+    def cleaned(command: Path, *options: str) -> str:
+        assert main(["clean", str(command / "job.toml"), *options]) == 0
+        said = capsys.readouterr().out
+        now = ask(attach(name), "view", deadline_s=PATIENCE_S)
+        assert (now.token, now.incarnation, now.generation) == (before.token, before.incarnation, before.generation), said
+        assert now.pid == before.pid and not now.over and journal.exists() and log_file(before.token, "w1").exists(), said
+        until(lambda: ask(attach(name), "view", deadline_s=PATIENCE_S).step > now.step)
+        return said
+
+    for options in ((), ("--force",)):
+        make_log_folder(left)
+        log_file(left, "w1").touch()
+        worker = ray.remote(num_cpus=0)(Left).options(name=f"{left}/w1", namespace=cluster.NAMESPACE, lifetime="detached").remote()
+        ray.get(worker.__ray_ready__.remote(), timeout=PATIENCE_S)
+        said = cleaned(ours, *options)
+        assert f"another run of this name, in {job.bucket}, lives on this cluster; it stays" in said
+        assert f"removed actor {left}/w1\n" in said and f"removed {log_folder(left)}\n" in said and before.token not in said
+        assert not log_folder(left).exists() and attach(name) is not None
+        assert "nothing to remove on this machine" in cleaned(empty, *options)
+    assert main(["clean", str(theirs / "job.toml"), "--force"]) == 0
+    said = capsys.readouterr().out
+    assert f"removed actor {name}/coordinator" in said and f"removed actor {before.token}/w1" in said and f"removed {folder}" in said
+    assert_no_actor_left(name)

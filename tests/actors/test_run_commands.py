@@ -189,7 +189,7 @@ def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(tmp_path:
     assert main(["logs", file]) == 1
     said = capsys.readouterr().out
     assert f"no logs in {tmp_path}/another/{name}/logs/" in said and f"leaves them on its nodes, in {log_folder(f'{name}-*')}, and" in said
-    clear(name, 0.0)
+    clear(name, {token[-6:]}, 0.0)
 
 
 @pytest.mark.full
@@ -255,14 +255,15 @@ def test_l8_what_workers_print_is_shown_with_their_names_and_bounded(tmp_path: P
 
 
 def test_nothing_of_another_run_is_removed() -> None:
-    """Nothing is removed of a run whose name begins the same, or of a run whose process lives."""
+    """Nothing is removed of a run whose name begins the same, of another bucket's run, whose life is another, or of one that lives."""
     other, ours = segment("nobodys-2-0001-abcdef", "w1"), segment("nobodys-0001-abcdef", "w1")
     counters = [Counters(path, create=True) for path in (other, ours)]
     try:
         counters[1]["pid"] = os.getpid()
-        assert clear("nobodys", 0.0) == [] and other.exists() and ours.exists()
+        assert clear("nobodys", {"abcdef"}, 0.0) == [] and other.exists() and ours.exists()
         counters[1]["pid"] = 0
-        assert clear("nobodys", 0.0) == [str(ours)] and other.exists()
+        assert clear("nobodys", {"fedcba", ""}, 0.0) == [] and ours.exists()
+        assert clear("nobodys", {"abcdef"}, 0.0) == [str(ours)] and other.exists()
         assert reap("nobodys") == []
     finally:
         for path in (other, ours):

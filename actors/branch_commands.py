@@ -16,7 +16,7 @@ from actors.checkpoint_commands import at_rest
 from actors.commands import of_run
 from actors.terminal import say
 from elastic.config.settings import option_of
-from elastic.config.values import place
+from elastic.config.values import is_secret, place, shown
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
@@ -75,25 +75,26 @@ def _goes_on(known: Namespace, run: Run) -> str:
     branch = run.job
     if objects := [each for each in branch.code() if each.startswith(f"{OBJECT}:")]:
         changed = {name: now for each in branches.every(run.store, branch.name) for name, (_, now) in each["changed"].items()}
-        same = f" with {', '.join(f'{name} = {value!r}' for name, value in changed.items())}" if changed else " with the same settings"
-        return f"launch(Job(...)){same} goes on with it, in the script or notebook that has its objects ({', '.join(objects)})"
-    file, words = str(known.job), list(known.line)
+        same = ", ".join(f"{name} = {shown(name, value)}" for name, value in changed.items()) or "the same settings"
+        return f"launch(Job(...)) with {same} goes on with it, in the script or notebook that has its objects ({', '.join(objects)})"
+    file, words, told = str(known.job), list(known.line), list(known.shown)
     try:
         differs = _otherwise(Job.load(known.job, known.settings), branch)
         for name, value in differs.items():
             words = [*_without(words, name), option_of(name), *_words(value)]
+            told = [*_without(told, name), option_of(name), *([] if is_secret(name, value) else _words(value))]
     except JobError:
-        return f"`elastic train {shlex.join([file, *known.line])}` goes on with it once {known.job.name} is mended and has its settings"
+        return f"`elastic train {shlex.join([file, *known.shown])}` goes on with it once {known.job.name} is mended and has its settings"
     try:
         left = _otherwise(Job.load(known.job, words), branch)
     except JobError:
         left = differs
     if left:  # no option can say it
-        there = ", ".join(f"{name} left out" if value is None else f"{name} = {value!r}" for name, value in differs.items())
-        return f"`elastic train {shlex.join([file, *known.line])}` goes on with it once {known.job.name} has {there}"
-    again = ", ".join(f"{name} = {value!r}" for name, value in differs.items())
+        there = ", ".join(f"{name} left out" if value is None else f"{name} = {shown(name, value)}" for name, value in differs.items())
+        return f"`elastic train {shlex.join([file, *known.shown])}` goes on with it once {known.job.name} has {there}"
+    again = ", ".join(f"{name} = {shown(name, value)}" for name, value in differs.items())
     written = f" (write {again} into the job file, too)" if again else ""
-    return f"`elastic train {shlex.join([file, *words])}` goes on with it{written}"
+    return f"`elastic train {shlex.join([file, *told])}` goes on with it{written}"
 
 
 def _otherwise(job: Job, branch: Job) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def described(each: Descent, now: float) -> str:
 def _branch(one: dict[str, object]) -> str:
     changed = one["changed"]
     assert isinstance(changed, dict)
-    what = ", ".join(f"{key} = {before!r} → {after!r}" for key, (before, after) in changed.items())
+    what = ", ".join(f"{key} = {shown(key, before)} → {shown(key, after)}" for key, (before, after) in changed.items())
     left = branches.left(one)
     return f"branch {one['number']} from step {one['step']}: {what or 'the same settings'}{f', abandons {left}' if left else ''}"
 

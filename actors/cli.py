@@ -44,7 +44,7 @@ def _main(arguments: Sequence[str]) -> int:
     try:
         known = _parser().parse_args(arguments)
         file = str(getattr(known, "job", None) or getattr(known, "bucket", ""))
-        console.job = shlex.join([file, *known.line]) if file.endswith(".toml") else ""
+        console.job = shlex.join([file, *known.shown]) if file.endswith(".toml") else ""
         code: int = known.perform(known)
     except (ElasticError, StorageError) as error:
         say(told(error, known), "elastic: ", "red")

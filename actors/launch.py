@@ -31,7 +31,7 @@ from elastic.protocol.builds import Build
 from elastic.report.story import Ending, Line, Sentence
 from elastic.report.timeline import ENDED
 from elastic.runs import data, restarts
-from elastic.runs.branches import flat
+from elastic.runs.branches import flat, in_words
 from elastic.runs.resume import LATEST, Start, start_of
 from elastic.runs.run import Run
 
@@ -314,8 +314,8 @@ def _not_ours(job: Job, coordinator: Any, deadline_s: float) -> str:
     except PlatformGaveUp:
         return ""
     ours = flat(Run.look(job).job.model_dump(mode="json", exclude={"on_driver_exit"}))
-    other = [f"{name} = {found[name]!r} there and {ours[name]!r} here" for name in ours if name in found and found[name] != ours[name]]
-    return f" with settings of its own, which stay until it is started again ({', '.join(other[:4])})" if other else ""
+    other = in_words({name: (found[name], ours[name]) for name in ours if name in found and found[name] != ours[name]})
+    return f" with settings of its own, which stay until it is started again ({other})" if other else ""
 
 
 def follow(job: Job, coordinator: Any, screen: Shows) -> Result:

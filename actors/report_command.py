@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.terminal import say
+from elastic.config.values import HIDDEN, is_secret
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
@@ -27,11 +27,8 @@ from elastic.runs.run import LOCAL, Run
 from storage import journal
 from storage.errors import StorageError
 
-SECRET = re.compile(r"^metrics\.sinks\.|(^|[._-])(key|token|secret|password|credentials?)$", re.IGNORECASE)
-"""The names of settings whose values may be secrets; a page is handed around."""
 LEARNT = ("step", "final", "loss", "norm", "lr", "tokens", "validation_loss", "validation_data")
 """The numbers that a fork's page shows of its origin's steps: what was learnt, and not when."""
-HIDDEN = "(not shown)"
 FIX = "pip install 'elastic-train[report]'"
 
 
@@ -65,7 +62,7 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
         name=job.name,
         steps=job.steps,
         global_batch=job.global_batch if isinstance(job.global_batch, int) else 0,
-        settings={name: HIDDEN if SECRET.search(name) else _text(value) for name, value in settings.items()},
+        settings={name: HIDDEN if is_secret(name, value) else _text(value) for name, value in settings.items()},
         columns=Columns(chain(({name: row[name] for name in LEARNT if name in row} for row in origin_rows(run)), rows_of(run))),
         timeline=Timeline().read(journal.objects(run.store, job.name)),
         checkpoints=_checkpoints(found),
@@ -96,7 +93,8 @@ def _checkpoints(found: retention.Look) -> list[Checkpoint]:
 
 
 def _branch(about: dict[str, Any]) -> Branch:
-    changed = {name: (_text(before), _text(after)) for name, (before, after) in about["changed"].items() if not SECRET.search(name)}
+    shown = {name: pair for name, pair in about["changed"].items() if not is_secret(name, pair)}
+    changed = {name: (_text(before), _text(after)) for name, (before, after) in shown.items()}
     return Branch(int(about["number"]), int(about["step"]), float(about["at"]), changed)
 
 

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from elastic.config.describe import default_of, kinds_of, meaning_of
 from elastic.config.settings import COMMAND_LINE, Model, annotation_of, leaves, unknown
+from elastic.config.values import is_secret
 from elastic.errors import JobError
 from elastic.imports import did_you_mean
 
@@ -46,9 +47,10 @@ def read_options(arguments: Sequence[str], model: Model) -> dict[str, Any]:
 class Parser(argparse.ArgumentParser):
     """The parser of one command.  A command without ``settings`` is parsed as argparse does it; options are never abbreviated.
 
-    ``settings`` is the model whose settings the command takes.  The result then has ``settings``, the given values by setting, and
-    ``line``, the words that gave them.  ``listed`` says that the help lists the settings.  ``several`` names the positional argument that
-    also takes words after an option.  ``beside`` holds the other commands; an option of one of them is not reported as a misspelt setting.
+    ``settings`` is the model whose settings the command takes.  The result then has ``settings``, the given values by setting; ``line``,
+    the words that gave them; and ``shown``, these words without values that may be secrets.  ``listed`` says that the help lists them.
+    ``several`` names the positional argument that also takes words after an option.  ``beside`` holds the other commands; an option of one
+    of them is not reported as a misspelt setting.
 
     If an option of the command has the name of a setting, such as ``--seed`` of ``elastic chaos``, the option of the command counts.
     """
@@ -66,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = NUMBER
         self._model, self._several, self._beside = settings, several, beside or {}
         if settings is not None:
-            self.set_defaults(settings={}, line=[])
+            self.set_defaults(settings={}, line=[], shown=[])
             self._add_settings(settings, listed)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -188,6 +190,7 @@ class _Setting(argparse.Action):
             value = [value]
         namespace.settings = namespace.settings | {self.dest: value}
         namespace.line = [*namespace.line, option_string, *words]
+        namespace.shown = [*namespace.shown, option_string, *([] if is_secret(self.dest, value) else words)]
 
 
 def _dashed(word: str) -> str:

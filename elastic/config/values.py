@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,6 +25,13 @@ NAME_LETTERS = 200
 
 JSON = (str, bool, int, float, list, tuple, dict)
 """Types of values that a job file can have.  Everything else that stands for code is the code itself."""
+
+HIDDEN = "(not shown)"
+"""The words in place of a value that may be a secret (:func:`is_secret`)."""
+SECRET = re.compile(r"^metrics\.sinks\.|(^|[._-])(key|token|secret|password|credentials?)$", re.IGNORECASE)
+"""The names of settings whose values may be secrets."""
+SECRET_URL = re.compile(r"://[^/?#\s]*:[^/?#\s]*@|[?&]([^=&#\s]*[._-])?(key|token|secret|password|credential|sig|signature)=", re.I)
+"""A URL with a password before its host, or with a query that signs it."""
 
 T = TypeVar("T")
 
@@ -213,6 +220,25 @@ def same_place(one: str, other: str) -> bool:
 
 def _followed(where: str) -> str:
     return where.rstrip("/") if folder_of(where) is None else os.path.realpath(where)
+
+
+def is_secret(setting: str, value: object) -> bool:
+    """Returns whether a value may be a secret, by the name of its setting, or as a URL; a table or a list, if something in it may be one.
+
+    What others may see, as a page of a run or a command to paste, has no such value.
+    """
+    if SECRET.search(setting):
+        return True
+    if isinstance(value, Mapping):
+        return any(is_secret(f"{setting}.{key}", each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return any(is_secret(setting, each) for each in value)
+    return isinstance(value, str) and SECRET_URL.search(value) is not None
+
+
+def shown(setting: str, value: object) -> str:
+    """Returns a value as sentences have it, or words in its place if it may be a secret."""
+    return HIDDEN if is_secret(setting, value) else repr(value)
 
 
 def own_folder(path: str) -> str:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from elastic.config.values import Change, change_at
+from elastic.config.values import Change, change_at, shown
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import BEFORE, Job
@@ -156,7 +156,7 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
     differs = changed(job, found)
     refused = [key for key in differs if Job.refuses(key)]
     parts, there = len(job.data.weights), len(found.data.weights)
-    holds = f"bucket = {job.bucket!r} holds a run {job.name!r} of another job ({_shown(differs)})"
+    holds = f"bucket = {job.bucket!r} holds a run {job.name!r} of another job ({in_words(differs)})"
     other = "to begin at step 0 choose another name; to continue that run use its settings"
     if refused:
         raise JobError(f"{holds}; the state of that run does not fit another value of {', '.join(refused[:4])}; {other}")
@@ -193,7 +193,7 @@ def begin(store: ObjectStore, job: Job, before: Before, version: Version, now: f
         "job": json.loads(job.to_json()),
     }
     _documents(store, job.name).add(number, about)
-    what = _shown(differs, " before and ", " now") or "its settings stay"
+    what = in_words(differs, " before and ", " now") or "its settings stay"
     gone = f"; it abandons {told}" if (told := left(about)) else ""
     return f"branch {number} of {job.name} goes on from step {version.step}: {what}{gone}"
 
@@ -214,8 +214,9 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _shown(differs: Mapping[str, tuple[Any, Any]], there: str = " there and ", here: str = " here") -> str:
-    return ", ".join(f"{key} = {before!r}{there}{after!r}{here}" for key, (before, after) in list(differs.items())[:4])
+def in_words(differs: Mapping[str, tuple[Any, Any]], there: str = " there and ", here: str = " here") -> str:
+    """Returns the words for the first few settings that differ."""
+    return ", ".join(f"{key} = {shown(key, before)}{there}{shown(key, after)}{here}" for key, (before, after) in list(differs.items())[:4])
 
 
 def _of(document: Mapping[str, Any]) -> Branch:

@@ -10,6 +10,7 @@ from actors.cli import main
 from actors.cluster import connect
 from elastic.__main__ import main as entry
 from elastic.errors import STOPPED, PlatformGaveUp
+from elastic.runs.run import Run
 from tests.support.job_file import to_toml
 from tests.support.toys import toy_job
 
@@ -67,6 +68,18 @@ def test_a_secret_in_the_url_of_a_bucket_is_not_repeated(job: str, capsys: Shown
     assert main([*command, job, "--bucket", "s3://me:secret@pail/x", "--model", "elastic.models.llama:build"]) == 2
     told = said(capsys)
     assert told.startswith("elastic: command line: bucket = 's3://…': ") and "secret" not in told
+
+
+def test_a_secret_of_the_line_is_in_no_command_to_paste(job: str, tmp_path: Path, capsys: Shown) -> None:
+    """Pasted, the command asks for it.  The control: the other words are there."""
+    secret = ["--metrics.sinks.wandb.api-key", "hush", "--data.args.source", "https://me:hush@host/x"]
+    Run.open(toy_job(tmp_path / "bucket"))
+    assert main(["checkpoint", "rm", job, "--step", "3", "--force", "--seed", "4", *secret]) == 1
+    told = said(capsys)
+    hint = "elastic checkpoint ls job.toml --seed 4 --metrics.sinks.wandb.api-key --data.args.source"
+    assert f"`{hint}` lists those that it has" in told and "hush" not in told
+    assert main(hint.split()[1:]) == 1
+    assert said(capsys) == "elastic: command line: --metrics.sinks.wandb.api_key has no value; write '--metrics.sinks.wandb.api_key value'"
 
 
 def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(job: str, tmp_path: Path, capsys: Shown) -> None:

@@ -184,6 +184,18 @@ def test_the_words_of_a_line_say_the_same_again(tmp_path: Path) -> None:
     assert Job.load(path, known.settings).model_args == {"kv_heads": 2}
 
 
+def test_the_words_to_show_have_no_secret_and_lack_a_value_in_its_place() -> None:
+    """Pasted, they are refused.  The control: all others say the same again."""
+    line = ["--steps", "3", "--data.args.api-key", "hush", "--metrics.sinks", '{"mlflow": {"uri": "hush"}}', "--data.args.dir=/keys"]
+    known = Parser(settings=Job).parse_args(line)
+    assert known.shown == ["--steps", "3", "--data.args.api-key", "--metrics.sinks", "--data.args.dir", "/keys"]
+    assert known.settings["data.args.api_key"] == "hush" and "hush" in known.line
+    for words, option in ((known.shown, "--data.args.api_key"), (known.shown[3:], "--metrics.sinks")):
+        with pytest.raises(JobError, match=f"^command line: {option} has no value; write '{option} value'"):
+            read_options(words, Job)
+    assert read_options(known.shown[4:], Job) == {"data.args.dir": "/keys"}
+
+
 def test_help_groups_settings_by_section_with_meaning_and_default(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

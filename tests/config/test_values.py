@@ -9,7 +9,7 @@ import pytest
 
 from elastic.config.sections import Deadlines
 from elastic.config.settings import ELSEWHERE, leaves
-from elastic.config.values import place, same_place
+from elastic.config.values import HIDDEN, is_secret, place, same_place, shown
 from elastic.errors import JobError
 from elastic.job import Job
 
@@ -191,3 +191,26 @@ def test_a_place_keeps_its_links_and_is_the_same_by_any_of_them(tmp_path: Path) 
     assert place(f"{link}/") == place(f"file://{link}") == link != there
     assert same_place(place(f"{link}/new"), f"{there}/new") and same_place("s3://one/two/", "s3://one/two")
     assert not same_place(link, f"{there}/new") and not same_place("s3://one/two", "s3://one/three") and not same_place("s3://one", there)
+
+
+@pytest.mark.parametrize(
+    ("setting", "secret", "public"),
+    [
+        ("data.args.api_key", "hush", None),
+        ("data.args.token", "hush", None),
+        ("model_args.reader.Password", "hush", None),
+        ("metrics.sinks.wandb.project", "hush", None),
+        ("metrics.sinks", {"wandb": {"project": "hush"}}, {}),
+        ("data.args", {"parts": [{"path": "a", "secret": "hush"}]}, {"parts": [{"path": "a", "secrets": 3}]}),
+        ("data.args.path", "ftp://me:hush@host/x", "ftp://me@host:21/x"),
+        ("data.args.paths", ["/a", "https://host/x?X-Amz-Signature=hush&b=3"], ["/a@b:c", "https://host/x?page=3", "s3://pail/a:b@c"]),
+        ("model_args.tokens", None, 3),
+        ("optim.keys", None, "first"),
+    ],
+)
+def test_a_value_that_may_be_a_secret_is_not_shown(setting: str, secret: object, public: object) -> None:
+    """The control: what only looks like one is shown."""
+    if secret is not None:
+        assert is_secret(setting, secret) and shown(setting, secret) == HIDDEN
+    if public is not None:
+        assert not is_secret(setting, public) and shown(setting, public) == repr(public)

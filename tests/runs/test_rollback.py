@@ -132,6 +132,34 @@ def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(tmp_path: P
     assert f"`elastic train {path}` goes on with it once job.toml has data.dataset = " in said and said.endswith("data.weights = []")
 
 
+def guarded(step: int, steps: int, token: str) -> float:
+    """A schedule that is looked up with a token."""
+    return 1.0
+
+
+def test_g2_a_roll_back_and_a_branch_show_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """G2: the line to paste has the option without its value.  The control: the learning rate is shown."""
+    path = tmp_path / "job.toml"
+    schedule = {"kind": "tests.runs.test_rollback:guarded", "args": {"token": "hush"}}
+    path.write_text(to_toml(job_of(tmp_path / "bucket", steps=4, schedule=schedule)))
+    assert main(["train", str(path), "--local"]) == 0
+    other = ["--schedule.args.token", "hushed", "--optim.lr", "0.02", "--steps", "6"]
+    said = ""
+    for code, line in (
+        (1, ["train", str(path), "--local", *other]),
+        (0, ["train", str(path), "--local", "--branch", *other]),
+        (0, ["rollback", str(path), "--to", "4"]),
+        (0, ["runs", str(path)]),
+    ):
+        assert main(line) == code
+        said += " ".join(capsys.readouterr().out.split())
+    name, hidden = "schedule.args.token", "(not shown)"
+    assert f"{name} = {hidden} there and {hidden} here" in said and f"{name} = {hidden} before and {hidden} now" in said
+    assert f"{name} = {hidden} → {hidden}" in said and "optim.lr = 0.01 → 0.02" in said and "hush" not in said, said
+    hint = re.search(rf"`elastic train {path}( [^`]*)` goes on with it [(]write ([^`]*) into the job file, too[)]", said)
+    assert hint is not None and f" --{name}" in hint[1] and " --optim.lr 0.02" in hint[1] and f"{name} = {hidden}" in hint[2], said
+
+
 def test_g2_the_run_of_a_notebook_goes_on_there_after_a_roll_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """G2: the sentence has what must be the same, also from earlier branches.  The control: with other settings `launch` refuses."""
     objects = test_objects.cell()

@@ -166,8 +166,7 @@ def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, hea
     while not ray.wait([call], timeout=max(0.0, min(QUIET_S, asked_at + deadline_s - time.monotonic())))[0]:
         head.look(last=time.monotonic() - asked_at >= deadline_s)
         if time.monotonic() - asked_at >= deadline_s:
-            silent = f"has not answered for {deadline_s:g} s (2 × deadlines.lease_s)"
-            raise PlatformGaveUp(f"the coordinator of the run {silent}; the same command resumes it")
+            raise PlatformGaveUp(f"the coordinator of the run has not answered for {deadline_s:g} s; the same command resumes it")
         if head.heard and time.monotonic() - asked_at < 2 * QUIET_S:
             head.say("the coordinator does not answer; if it has died, another one takes over")
     try:

@@ -7,6 +7,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -275,3 +276,25 @@ def test_clean_neither_ends_nor_removes_a_run_of_that_name_in_another_bucket(tmp
     said = capsys.readouterr().out
     assert f"removed actor {name}/coordinator" in said and f"removed actor {before.token}/w1" in said and f"removed {folder}" in said
     assert_no_actor_left(name)
+
+
+class Silent:
+    """Stands for a coordinator that does not answer."""
+
+    def view(self) -> None:
+        threading.Event().wait()
+
+    def stop(self) -> str:
+        return "heard"
+
+
+@pytest.mark.parametrize("waited_s", [0.5, 1.5])
+def test_who_asks_in_vain_says_how_long_it_has_waited(waited_s: float) -> None:
+    """The control: what is answered."""
+    silent = ray.remote(num_cpus=0, max_concurrency=2)(Silent).remote()
+    assert ask(silent, "stop", deadline_s=PATIENCE_S) == "heard"
+    with pytest.raises(
+        PlatformGaveUp, match=f"^the coordinator of the run has not answered for {waited_s} s; the same command resumes it$"
+    ):
+        ask(silent, "view", deadline_s=waited_s)
+    ray.kill(silent)

@@ -133,10 +133,8 @@ def launch(
         job = start.job
         if asked := branch or start.at is not None:
             Run.begun(job)
-        living = "" if address else _at_its_cluster(job, show)
-        if local:
-            _refuse_living(job, living)
-        elif living and (coordinator := _lives_here(job, asked or accept_code)) is not None:  # its folder may be gone
+        if (coordinator := None if address else _at_its_cluster(job, show)) is not None:  # its folder may be gone
+            _refuse_living(job, local=local, changes=asked or accept_code)
             requests.note()
             return _attached(job, coordinator, requests, show, look)
         objects = [] if local else pack(job)
@@ -149,7 +147,9 @@ def launch(
         run.check_local()
         seen = run.latest_claim()
         _connect(job, address, requests, show)
-        branch = asked if _lives_here(job, asked or accept_code) is not None else branch
+        if _lives_here(job):
+            _refuse_living(job, local=False, changes=asked or accept_code)
+            branch = asked
         start = replace(start, job=_heeding_the_driver(job, show))
         return _follow(start, checked, objects, requests, show, look, seen, again, branch)
 
@@ -168,38 +168,36 @@ def _tell(show: Show, *sentences: str) -> None:
         show(Sentence(time.time(), sentence))
 
 
-def _lives_here(job: Job, changes: bool) -> Any | None:
-    """Returns the coordinator of the run if it lives on the cluster of this process, or None.
-
-    Raises :class:`JobError` if another run of its name lives there, or if it lives and ``changes`` are asked for.
-    """
+def _lives_here(job: Job) -> bool:
+    """Returns whether the run lives on the cluster of this process.  Raises :class:`JobError` if another run of its name does."""
     if (coordinator := attach(job.name)) is None:
-        return None
+        return False
     if bucket := bucket_of_another(job, coordinator):
         raise JobError(f"name = {job.name!r}: another run of this name, in {bucket}, lives on this cluster; choose another name")
-    if changes:
-        raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
-    return coordinator
+    return True
 
 
-def _refuse_living(job: Job, address: str) -> None:
-    """Raises :class:`JobError` if the run lives on a cluster, at ``address``: this process cannot train it, too."""
-    if address:
+def _refuse_living(job: Job, *, local: bool, changes: bool) -> None:
+    """Raises :class:`JobError` if the run, which lives on the cluster of this process, cannot be trained here, too, or cannot change."""
+    if local:
+        address = ray.get_runtime_context().gcs_address
         ray.shutdown()
         raise JobError(f"name = {job.name!r}: this run lives on the cluster at {address}; `elastic stop` ends it, or choose another name")
+    if changes:
+        raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
 
 
-def _at_its_cluster(job: Job, show: Show) -> str:
-    """Joins the cluster that another command has started on this machine for the run, if the run lives there, and returns its address.
+def _at_its_cluster(job: Job, show: Show) -> Any | None:
+    """Joins the cluster that another command has started on this machine for the run, if the run lives there: returns its coordinator.
 
-    Otherwise, or if this process is part of a cluster already, returns "".  A run that is ending there is waited for, because its cluster
+    Otherwise, or if this process is part of a cluster already, returns None.  A run that is ending there is waited for, because its cluster
     ends with it.  If somebody has deleted the run's folder, no claim says where it lives: then all clusters of this machine are asked.
     Raises :class:`PlatformGaveUp` if the run lives there and this process cannot join.
     """
     if not cluster.begins_here():
-        return ""
+        return None
     if (owner := Run.find(job).owner()) is not None and not cluster.on_this_machine(owner["address"]):
-        return ""
+        return None
     before, deadline_s = signal.getsignal(signal.SIGTERM), 2 * job.deadlines.lease_s
     try:
         coordinator = coordinator_of(job)
@@ -210,7 +208,7 @@ def _at_its_cluster(job: Job, show: Show) -> str:
         coordinator = None  # something else answers there
     if coordinator is not None and not _is_ending(coordinator, deadline_s):
         note_deletion(job)
-        return str(ray.get_runtime_context().gcs_address)
+        return coordinator
     if coordinator is not None:
         show(Sentence(time.time(), f"{job.name} is stopping; this command goes on from there"))
     while coordinator is not None and (view := view_of(coordinator, deadline_s)) is not None and not view.over:
@@ -218,7 +216,7 @@ def _at_its_cluster(job: Job, show: Show) -> str:
     ray.shutdown()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)  # Ray has replaced it
-    return ""
+    return None
 
 
 def _heeding_the_driver(job: Job, show: Show) -> Job:

@@ -66,19 +66,23 @@ def check_what_only_reads(other: str, name: str, folder: Path, capsys: Shown) ->
     assert f"<title>{name}" in page and re.search("10,?000", page)
 
 
-def ctrl_c_when(name: str) -> threading.Thread:
-    """Sends Ctrl-C to this process once the run has gone on for some steps."""
-    view = view_of(name)
-    assert view is not None
-    goal = view.step + 3
+def attached_until_ctrl_c(name: str, other: str, capsys: Shown) -> str:
+    """Attaches to the run, and sends Ctrl-C to this process once the command says that it is attached; returns what it shows."""
+    shown: list[str] = []
+
+    def attached() -> bool:
+        shown.append(capsys.readouterr().out)
+        return f"attached to {name}" in "".join(shown)
 
     def press() -> None:
-        until(lambda: (view := view_of(name)) is not None and view.step >= goal)
+        until(attached)
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=press)
-    thread.start()
-    return thread
+    hand = threading.Thread(target=press)
+    hand.start()
+    assert main(["attach", other]) == 3
+    hand.join()
+    return "".join((*shown, capsys.readouterr().out))
 
 
 def test_l6_a_changed_job_file_locks_nobody_out_of_a_run_that_lives(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,10 +107,7 @@ def test_l6_a_changed_job_file_locks_nobody_out_of_a_run_that_lives(tmp_path: Pa
     for words in ([], ["--check"]):
         assert main(["replay", other, *words]) == 0
         assert ("form generation 1 of " if not words else "decides 0 otherwise") in capsys.readouterr().out
-    hand = ctrl_c_when("mine")
-    assert main(["attach", other]) == 3
-    hand.join()
-    shown = capsys.readouterr().out
+    shown = attached_until_ctrl_c("mine", other, capsys)
     assert re.search(r"at step \d+ of 10000: .*the run goes on", shown), "the steps are those of the run"
     (tmp_path / "other.toml").write_text(f'name = "mine"\nbucket = "{job.bucket}"\n')
     assert main(["stop", other]) == 0

@@ -182,7 +182,8 @@ class Parallel(Part):
     zero: Free[Literal[0, 1, 2, 3] | Auto] = "auto"
     """Stage of ZeRO: what workers share.  ``0``: nothing.  From ``1`` on the weights and moments that are updated; each worker also has all
     weights, in the format of forward and backward.  ``2``: also the sums of gradients, which with ``reproducible`` are shared anyway.
-    ``3``: all weights, too; those of a block are gathered when it runs.  ``auto``, where ``dp_shard`` is more than 1: 2 if that degree is
+    ``3``: all weights, too; those of a block are gathered when it runs, so all workers must run the same blocks in the same order in each
+    microbatch, whatever its samples are.  ``auto``, where ``dp_shard`` is more than 1: 2 if that degree is
     ``auto``, too, and all devices have room for it, or if blocks share a weight, else 3.  A number from 1 on makes all workers one replica,
     unless a degree is set.
     """

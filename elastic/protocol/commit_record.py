@@ -111,6 +111,8 @@ class Head(NamedTuple):
     data_s: float
     peak_bytes: float
     reserved_bytes: float
+    order: float
+    """A digest of what this member has gathered and summed for single blocks since the last commit; 0 if the model gathers nothing."""
 
 
 HEADER = len(Head._fields)
@@ -118,9 +120,17 @@ FROM_DEVICE = Head._fields.index("finite")
 """The index of the first of the two fields that the device fills in."""
 
 
-def head_of(shape: CommitShape, world_rank: int, step: int, boundary: int, copied: Copied = NO_COPIES, usage: Usage = NO_USAGE) -> Head:
+def head_of(
+    shape: CommitShape,
+    world_rank: int,
+    step: int,
+    boundary: int,
+    copied: Copied = NO_COPIES,
+    usage: Usage = NO_USAGE,
+    order: float = 0,
+) -> Head:
     """Returns the head of a member's record; the device fills in the rest."""
-    return Head(MAGIC, shape.incarnation, shape.generation, step, world_rank, boundary, 0, 0, *copied, *astuple(usage))
+    return Head(MAGIC, shape.incarnation, shape.generation, step, world_rank, boundary, 0, 0, *copied, *(*astuple(usage), order))
 
 
 @dataclass(frozen=True)
@@ -336,6 +346,10 @@ class BadCount(ValueError):
         self.index, self.count, self.samples = index, count, samples
 
 
+class Unlike(ValueError):
+    """Members have gathered and summed different blocks, or in different orders: weights or gradients were parts of several."""
+
+
 def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validated | None = None) -> Outcome:
     """Returns the outcome of ``step`` from the records of all members in order of world rank (little-endian float64).
 
@@ -343,7 +357,7 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
 
     Every member does this in every step for all members and microbatches, so it goes field by field, over all records at once.
 
-    Raises :class:`BadRecord` if any of them is garbage, and :class:`BadCount` if a count is no number of terms.
+    Raises :class:`BadRecord` if any of them is garbage, :class:`BadCount` if a count is no number of terms, and :class:`Unlike`.
     """
     size = shape.fields * 8
     if len(gathered) != size * shape.world:
@@ -360,6 +374,8 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
         said = [*zip(*(heads[name] for name in (*expected, "world_rank")), strict=True)]
         rank = next(rank for rank, each in enumerate(said) if each != (*expected.values(), rank))
         raise BadRecord(f"the commit record of world rank {rank} says {said[rank][1:]} instead of {(*expected.values(), float(rank))[1:]}")
+    if heads["order"].count(heads["order"][0]) != shape.world:
+        raise Unlike
     speakers = reporters(shape.layout)
     losses, counts, samples = list[float](), list[float](), list[tuple[int, ...]]()
     for round_, ranks in enumerate(shape.speakers):

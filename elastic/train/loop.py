@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -51,6 +52,8 @@ SHOWN = 8
 """Number of collectives in flight that are written to the log: the newest ones."""
 ABORT_S = 15.0
 """Seconds that an abort may take.  It takes one or two on a busy device; if it takes longer than this, something is stuck."""
+UNLIKE = "ModelError: members ran unlike blocks"
+"""Signature of the error that makes a world stand still because its members gather and sum blocks in different orders."""
 RUN_TIMEOUT_S = 24 * 3600.0
 """Seconds after which collectives time out; so long that a loss is always noticed in another way."""
 
@@ -250,10 +253,21 @@ class Trainer(Controlled):
         print(f"{self.worker}: {decay_line(state)}", flush=True)
         effects = Effects(self.checkpoints.store, job.name, tells=state.world.rank == 0)
         assert self.session.loop is not None
-        Context(job, state, partial(self._steps, plan, state, shape, effects), effects).run(self.session.loop)
+        with self._looking_at_the_order(plan, state):
+            Context(job, state, partial(self._steps, plan, state, shape, effects), effects).run(self.session.loop)
         self.profiler.finish()
         if snapshots is not None:
             snapshots.make_room(lambda: not self.orders.empty())
+
+    def _looking_at_the_order(self, plan: Plan, state: State) -> AbstractContextManager[None]:
+        """Tells the coordinator if the world stands still because members run unlike blocks, before it is stopped without a cause."""
+
+        def tell(sentence: str) -> None:
+            print(sentence, flush=True)
+            self._say(Broken(self.worker, plan.generation, self.session.counters["step"] + 1, "job", sentence, UNLIKE))
+
+        order = state.parameters.order
+        return order.watched(self.session.job.deadlines.stall_s / 3, tell) if order is not None else nullcontext()
 
     def _steps(self, plan: Plan, state: State, shape: CommitShape, effects: Effects) -> Generator[Step]:
         """Yields the steps of this world; the loop commits each of them before the next one."""

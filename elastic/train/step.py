@@ -38,6 +38,7 @@ from elastic.protocol.commit_record import (
     CommitShape,
     Copied,
     Outcome,
+    Unlike,
     Usage,
     Validated,
     conclude,
@@ -284,7 +285,8 @@ class Step:
         if session.meter.first:
             session.meter.held = memory_by_class(state)
         usage = session.meter.usage(session.loader.waited_s, state.world.device)
-        blank = blank_record(shape, state.world.rank, step, self._boundary(), share, copied, usage)
+        order = state.parameters.order.digest() if state.parameters.order is not None else 0
+        blank = blank_record(shape, state.world.rank, step, self._boundary(), share, copied, usage, order)
         record = fill_record(state.world.to_device("record", blank), share, norm)
         outcome = commit(session, state, self._fence, shape, step, record, share)
         session.faults.strike("before_update", step, state.world)
@@ -386,10 +388,17 @@ def tokens_of(share: Share, world: World) -> torch.Tensor:
 
 
 def blank_record(
-    shape: CommitShape, rank: int, step: int, boundary: int, share: Share, copied: Copied = NO_COPIES, usage: Usage = NO_USAGE
+    shape: CommitShape,
+    rank: int,
+    step: int,
+    boundary: int,
+    share: Share,
+    copied: Copied = NO_COPIES,
+    usage: Usage = NO_USAGE,
+    order: float = 0,
 ) -> torch.Tensor:
     """Returns this member's record, float64 [shape.fields], with all that the host knows; see ``protocol/commit_record.py``."""
-    known: list[float] = [*head_of(shape, rank, step, boundary, copied, usage)]
+    known: list[float] = [*head_of(shape, rank, step, boundary, copied, usage, order)]
     for ids in share.samples:
         known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
     return torch.tensor([*known, 0], dtype=torch.float64)
@@ -414,8 +423,8 @@ def _doubles(scalars: list[torch.Tensor]) -> torch.Tensor:
 def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, record: torch.Tensor, share: Share) -> Outcome:
     """Performs the one all-gather, and returns the outcome.  The norms of the tensors come to the host in the same copy.
 
-    Raises :class:`WorldBroken` or the collective's own error if it does not complete, :class:`BadRecord` if a record is invalid, and
-    :class:`LossError` if a count is no number of terms.
+    Raises :class:`WorldBroken` or the collective's own error if it does not complete, :class:`BadRecord` if a record is invalid,
+    :class:`LossError` if a count is no number of terms, and :class:`ModelError` if members ran unlike blocks.
     """
     told = state.sync.gather(record)
     if _watches(state) and share.squares is not None:
@@ -427,6 +436,11 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
     except BadCount as bad:  # the same one on every member
         named, where = session.job.loop or session.job.loss, f"step {step}, microbatch {bad.index}, samples {list(bad.samples)}"
         raise LossError(wrong_count(f"{'loop' if session.job.loop else 'loss'} = {named!r}", bad.count, where)) from None
+    except Unlike:  # on every member, too
+        assert state.parameters.order is not None
+        raise ModelError(state.parameters.order.differs()) from None
+    if state.parameters.order is not None:
+        state.parameters.order.committed()
     if share.own_rate is not None:
         outcome = replace(outcome, lr=share.own_rate)
     if not outcome.finite and state.optimizer.loss_scale.shrinks:

@@ -136,3 +136,22 @@ def test_l9_a_loss_that_returns_a_mean_is_refused_before_the_first_step(tmp_path
     assert "two scalars, the sum over the terms of the microbatch and their number, not a mean" in shown
     assert "form generation" not in shown and "Traceback" not in shown and "a Ray cluster starts" not in shown, "there is one already"
     assert_no_actor_left("mean")
+
+
+@pytest.mark.parametrize("kind", ["teacher", pytest.param("swapped", marks=pytest.mark.full)])
+def test_members_that_run_unlike_blocks_end_the_run_with_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """R20, C3: members wait for each other, or reach the commit with unlike blocks.  After one retry the run ends as the job's fault, with
+    the blocks and what to set.
+    """
+    model: dict[str, Any] = {"model": "tests.engine.test_unlike_order:Ways", "model_args": {"kind": kind}, "workers": {"min": 2, "max": 2}}
+    job = toy_job(tmp_path, name="unlike", **model, parallel={"zero": 3, "dp_shard": 2}, deadlines={"stall_s": 6})
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    assert main(["train", str(tmp_path / "job.toml")]) == 1
+    shown = capsys.readouterr().out
+    told = shown[shown.rindex("with parallel.zero = 3 the weights of a block are gathered from all members") :]
+    assert "was gathered and on world rank" in told and "set parallel.zero = 2" in told and "Failed at step 0 of 12" in told, shown
+    broken = [
+        record["event"] for record in Run.open(job).records() if record["event"]["$"] == "Broken" and record["event"]["cause"] == "job"
+    ]
+    assert {each["generation"] for each in broken} == {1, 2}, "exactly one retry"
+    assert_no_actor_left("unlike")

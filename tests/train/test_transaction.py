@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,6 +36,7 @@ from elastic.protocol.commit_record import (
     Copied,
     Head,
     Outcome,
+    Unlike,
     Usage,
     conclude,
     head_of,
@@ -324,13 +325,16 @@ def test_what_a_checksum_costs_does_not_grow_with_the_members() -> None:
     assert cost(torn_one_by_one, 1024) > 100 * cost(torn_one_by_one, 4)
 
 
-def drawn_records(shape: CommitShape, seed: int) -> bytes:
+def drawn_records(shape: CommitShape, seed: int, orders: Sequence[float] = ()) -> bytes:
     """Returns the records of a whole world, with other numbers in every field of every member, and right checksums."""
     draw, records = random.Random(seed), b""
     for rank in range(shape.world):
         copied = Copied(*(draw.randrange(-1, 9) for _ in range(4)), draw.randrange(3), draw.randrange(2))
         usage = Usage(draw.random(), draw.random(), draw.randrange(2**40), draw.randrange(2**40))
-        head = head_of(shape, rank, 7, draw.randrange(3), copied, usage)._replace(finite=draw.random() < 0.9, squared_norm=draw.random())
+        order = orders[rank] if orders else 0
+        head = head_of(shape, rank, 7, draw.randrange(3), copied, usage, order)._replace(
+            finite=draw.random() < 0.9, squared_norm=draw.random()
+        )
         rounds = [(draw.random(), *(draw.randrange(2**53) for _ in range(1 + shape.microbatch))) for _ in range(shape.rounds)]
         record = struct.pack(f"<{shape.fields - 1}d", *head, *(each for round_ in rounds for each in round_))
         bits = struct.unpack(f"<{shape.fields - 1}Q", record)
@@ -384,6 +388,18 @@ def test_all_records_at_once_say_what_they_say_one_after_the_other(layout: Layou
         shape = CommitShape(incarnation=2, generation=5, microbatches=microbatches, microbatch=microbatch, layout=layout)
         records = drawn_records(shape, seed)
         assert conclude(shape, 7, records) == concluded_one_by_one(shape, 7, records)
+
+
+@pytest.mark.parametrize("orders", [(5.0, 5.0, 5.0), (5.0, 5.0, 6.0), (0.0, 5.0, 5.0)])
+def test_members_that_ran_unlike_blocks_commit_nothing(orders: tuple[float, ...]) -> None:
+    """C3: one digest of what they gathered and summed differs.  The control, the first one: they are alike."""
+    shape = CommitShape(incarnation=2, generation=5, microbatches=3, microbatch=1, layout=Layout(1, 3))
+    records = drawn_records(shape, 0, orders)
+    if len({*orders}) == 1:
+        assert conclude(shape, 7, records) == concluded_one_by_one(shape, 7, records)
+        return
+    with pytest.raises(Unlike):
+        conclude(shape, 7, records)
 
 
 def test_what_concluding_costs_does_not_grow_with_the_members() -> None:

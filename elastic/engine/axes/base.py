@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from elastic.engine.axes.order import Order
+
 
 class Parameters(ABC):
     """A member's parts of all parameters, and of the sums of their gradients.  A step calls the methods in this order."""
@@ -18,6 +20,8 @@ class Parameters(ABC):
     copies: Sequence[Tensor] = ()
     """The copies of parameters with which the model computes all the time, if it does so in another dtype, or that come from the host."""
 
+    order: Order | None = None
+    """The notes of what this member gathers and sums for single blocks; None if a pass of the model gathers nothing."""
     current = False
     """True if a pass of the model has the values of the parts, or gathers them itself.  Whoever changes the parts makes it false."""
 

@@ -10,9 +10,9 @@ Weights of layers that multiply in fp8 are gathered in fp8, by FSDP2's extension
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic.engine.axes.base import Parameters
+from elastic.engine.axes.order import Order
 from elastic.engine.fp8 import FORWARD, hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of
 from elastic.engine.precision import Precision
@@ -67,6 +68,8 @@ INNER = (
 class Split(Parameters):
     """The parameters of a model that FSDP2 has split."""
 
+    order: Order
+
     def __init__(self, model: nn.Module, scheme: Scheme, fp8: Fp8Weights | None = None) -> None:
         self.scheme, self._fp8 = scheme, fp8
         self._parameters = dict(model.named_parameters())
@@ -74,6 +77,8 @@ class Split(Parameters):
         self.trained = frozenset(name for name, parameter in self._parameters.items() if parameter.requires_grad)
         self.copies = [*fp8.parts.values()] if fp8 is not None else []
         self._modules = [*_wrapped(model).values()]
+        self.order = Order(scheme.world, [*_wrapped(model)])
+        _note(_wrapped(model).values(), self.order)
         self._reduces = {name: reduce for name, module in _wrapped(model).items() if (reduce := _reduce_of(module)) is not None}
 
     def refresh(self) -> None:
@@ -88,6 +93,7 @@ class Split(Parameters):
 
     def begin_round(self, number: int, *, last: bool) -> None:
         self.scheme.round.number, self.scheme.round.last = number, last
+        self.order.begins_round()
         if self.scheme.keeps_sums or number == 0:
             self.forget_grads()
         if number == 0:
@@ -293,6 +299,25 @@ def _fill(group: Any) -> None:
     group.post_backward = post_backward
 
 
+def _note(modules: Iterable[FSDPModule], order: Order) -> None:
+    """Lets ``order`` know of each collective for one of ``modules`` when it begins."""
+    for place, module in enumerate(modules):
+        if (group := _group(module)) is not None:
+            module.set_custom_all_gather(_Gather(group._all_gather_comm, partial(order.gathers, place)))  # type: ignore[arg-type]  # as above
+            group._reduce_scatter_comm.begins = partial(order.sums, place)
+
+
+class _Gather:
+    """The all-gather that FSDP2 calls for the parameters of a module: its own ``gather``, after ``begins()``."""
+
+    def __init__(self, gather: Any, begins: Callable[[], None]) -> None:
+        self.allocate, self._gather, self._begins = gather.allocate, gather, begins
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._begins()
+        return self._gather(*args, **kwargs)
+
+
 class _Reduce:
     """The reduce-scatter that FSDP2 calls for the parameters of ``group``."""
 
@@ -300,6 +325,8 @@ class _Reduce:
         self.reduction, self.group = reduction, group
         self.summed = 0
         """The number of its calls in the present microbatch."""
+        self.begins: Callable[[], None] = lambda: None
+        """It is called when a sum begins."""
         self.passes = self.runs = 0
         """The number of forward passes of its module in the present microbatch, and of those with gradients."""
 
@@ -310,6 +337,7 @@ class _Reduce:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp, async_op: bool = False
     ) -> None:
         self.summed += 1
+        self.begins()
         if (total := self.reduction.reduce(input_tensor)) is not None:
             output_tensor.copy_(total)
 

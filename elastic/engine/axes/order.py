@@ -1,0 +1,153 @@
+"""The order in which a member gathers and sums the blocks of a model that is split, and whether it is that of the other members.
+
+A collective knows nothing of blocks: the n-th of one member meets the n-th of each other.  So if members run blocks in different orders, as
+a model may whose ways depend on its samples, weights are made of parts of two blocks, and gradients are sums of two blocks' gradients: they
+have the right shapes, and nobody notices.  If members run different numbers of blocks, they wait for ever.
+
+Each member notes what it begins, which is all that a step pays for.  The commit compares a digest of the notes (``Head.order``), before
+anything is applied.  A world that stands still comes to no commit: then each member puts its notes into the world's store, and world rank 0
+looks whether they differ.
+
+Known gap: where a collective of one block meets that of a larger one, gloo ends the process (SIGABRT), and nobody can look any more.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import zip_longest
+
+import torch.distributed as dist
+
+from elastic.engine.world import World
+from elastic.errors import WorldBroken
+
+DIGEST = 6
+"""Bytes of a digest: a commit record has float64, which are exact for integers of 6 bytes."""
+WAIT_S = 10.0
+"""Seconds in which all members tell their notes once all know that these differ.  It takes milliseconds; without them the sentence says
+less."""
+SHOWN = 8
+"""Largest number of world ranks that a sentence names for one thing that they did."""
+UNLIKE = (
+    "with parallel.zero = 3 the weights of a block are gathered from all members when it runs, so all must run the same blocks in the same "
+    "order; {}; set parallel.zero = 2, with which each microbatch may run blocks as it likes, or let what runs depend neither on samples "
+    "nor on random numbers"
+)
+ROUND, COMMIT = 0, 1
+"""The notes that a microbatch begins, and that this member has come to the commit."""
+
+
+class Order:
+    """The notes of one member: the collectives that it has begun since the last commit, for the modules with these ``names``, in order."""
+
+    def __init__(self, world: World, names: Sequence[str]) -> None:
+        self.world = world
+        self.words = ["a microbatch began", "the commit came"]
+        """The meaning of each note."""
+        for name in names:
+            self.words += [f"{name or 'the rest of the model'} was gathered", f"{name or 'the rest of the model'} was summed"]
+        self._notes = 0, array("I")
+        """The number of commits, and what has begun since.  They are replaced together, since another thread reads them."""
+
+    def begins_round(self) -> None:
+        self._notes[1].append(ROUND)
+
+    def gathers(self, module: int) -> None:
+        """Notes that the module with this place in the names is gathered."""
+        self._notes[1].append(COMMIT + 1 + 2 * module)
+
+    def sums(self, module: int) -> None:
+        self._notes[1].append(COMMIT + 2 + 2 * module)
+
+    def digest(self) -> float:
+        """Returns a number that all members share if they have begun the same.  The commit comes next."""
+        _, begun = self._notes
+        begun.append(COMMIT)
+        return float(int.from_bytes(hashlib.blake2b(begun.tobytes(), digest_size=DIGEST).digest(), "little"))
+
+    def committed(self) -> None:
+        """Begins a new list of notes: all members have had the same ones."""
+        self._notes = self._notes[0] + 1, array("I")
+
+    def differs(self) -> str:
+        """Returns a sentence for the user.  All members have found in a commit that their notes differ, and call this."""
+        self._tell()
+        with suppress(dist.DistError, RuntimeError):  # what is known without the others is told
+            self.world.store.wait([_key(rank) for rank in range(self.world.size)], datetime.timedelta(seconds=WAIT_S))
+        return UNLIKE.format(self._difference() or "in this step they did not")
+
+    @contextmanager
+    def watched(self, every_s: float, tell: Callable[[str], None]) -> Iterator[None]:
+        """Looks every so many seconds whether this member stands still, in a thread of its own, and if so, whether that is why.
+
+        Every member must do so.  In the one with world rank 0, ``tell`` gets the sentence.
+        """
+        over = threading.Event()
+        threading.Thread(target=self._watch, args=(over, every_s, tell), name="order", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _watch(self, over: threading.Event, every_s: float, tell: Callable[[str], None]) -> None:
+        before, told = (0, 0), (0, 0)
+        with suppress(dist.DistError, RuntimeError, WorldBroken):  # of the store: the world is broken in another way
+            while not over.wait(every_s):
+                commits, begun = self._notes
+                now = commits, len(begun)
+                if now == before and now != told:
+                    self._tell()
+                    told = now
+                if now == before and self.world.rank == 0 and (found := self._difference()):
+                    tell(UNLIKE.format(found))
+                    return
+                before = now
+
+    def _tell(self) -> None:
+        """Puts this member's notes into the store of the world."""
+        commits, begun = self._notes
+        self.world.store.set(_key(self.world.rank), json.dumps([commits, *begun]))
+
+    def _difference(self) -> str:
+        """Returns the first difference of the notes that are in the store; "" if there is none."""
+        there = [rank for rank in range(self.world.size) if self.world.store.check([_key(rank)])]
+        told = {rank: json.loads(self.world.store.get(_key(rank))) for rank in there}
+        return difference({rank: notes for rank, (commits, *notes) in told.items() if commits == self._notes[0]}, self.words)
+
+
+def _key(rank: int) -> str:
+    return f"order/{rank}"
+
+
+def difference(notes: Mapping[int, Sequence[int]], words: Sequence[str]) -> str:
+    """Returns where members differ, by world rank, and what each did there; "" if nobody did another thing than others.
+
+    A member that has come less far differs from nobody.
+    """
+    begun = 0
+    for place, found in enumerate(zip_longest(*notes.values())):
+        did = dict[int, list[int]]()
+        for rank, note in zip(notes, found, strict=True):
+            if note is not None:
+                did.setdefault(note, []).append(rank)
+        if len(did) > 1:
+            (one, *_), *_ = did.values()
+            before = notes[one][place - 1] if place else ROUND
+            after = f", after {words[before]}" if before > COMMIT else ""
+            each = " and ".join(f"on {_ranks(ranks)} {words[note]}" for note, ranks in did.items())
+            where = f"in microbatch {begun} of each member since the last commit" if begun else "before the first microbatch of a step"
+            return f"{where}{after}, {each}"
+        begun += ROUND in did
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"world rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -109,7 +109,8 @@ def _add_run_commands(parsers: Any) -> None:
     train = _takes_job(parsers, "train", commands.train, "train a job, or go on with its run", listed=True, usage=usage)
     train.add_argument("--local", action="store_true", help="train with one worker in this process, without Ray")
     train.add_argument(
-        "--address", help="address of the Ray cluster (default: the one this was submitted to, or else a new one on this machine)"
+        "--address",
+        help="address of the Ray cluster (default: the one this was submitted to, or where the run lives, or a new one on this machine)",
     )
     train.add_argument(
         "--branch", action="store_true", help="go on from the newest checkpoint of a run although its settings were different"

@@ -186,16 +186,6 @@ def has_actor(address: str, name: str) -> bool:
         head.disconnect()
 
 
-def on_this_machine(address: str) -> bool:
-    """Returns whether the head of a cluster answers at ``host:port`` and is on this machine: then both ends have the same address."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=2) as there:
-            return bool(there.getsockname()[0] == there.getpeername()[0])
-    except (OSError, ValueError):
-        return False
-
-
 def own() -> bool:
     """Returns whether this process started the cluster.  Such a cluster ends with the process."""
     from ray._private import worker
@@ -264,7 +254,7 @@ def reachable(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()  # an IPv6 address stands in brackets
-    except OSError:
+    except (OSError, ValueError):  # the last of a word that is no address
         return False
     return True
 

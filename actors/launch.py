@@ -188,7 +188,7 @@ def _refuse_living(job: Job, *, local: bool, changes: bool) -> None:
 
 
 def _at_its_cluster(job: Job, show: Show) -> Any | None:
-    """Joins the cluster that another command has started on this machine for the run, if the run lives there: returns its coordinator.
+    """Joins the cluster on which the run lives, if this machine is a node of it, or it was started here: returns the run's coordinator.
 
     Otherwise, or if this process is part of a cluster already, returns None.  A run that is ending there is waited for, because its cluster
     ends with it.  If somebody has deleted the run's folder, no claim says where it lives: then all clusters of this machine are asked.
@@ -196,7 +196,7 @@ def _at_its_cluster(job: Job, show: Show) -> Any | None:
     """
     if not cluster.begins_here():
         return None
-    if (owner := Run.find(job).owner()) is not None and not cluster.on_this_machine(owner["address"]):
+    if (owner := Run.find(job).owner()) is not None and not cluster.has_actor(owner["address"], name_of(job.name)):
         return None
     before, deadline_s = signal.getsignal(signal.SIGTERM), 2 * job.deadlines.lease_s
     try:

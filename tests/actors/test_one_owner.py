@@ -47,12 +47,13 @@ def command(job: Path, *line: str, within: Sequence[str] = ()) -> subprocess.Pop
     )
 
 
-def until_it_says(process: subprocess.Popen[str], words: str) -> None:
-    """Reads what ``process`` prints up to a line with ``words``.  If there is none, the test fails."""
+def until_it_says(process: subprocess.Popen[str], words: str, never: str = "\n\n") -> None:
+    """Reads what ``process`` prints up to a line with ``words``.  If there is none, or before it one with ``never``, the test fails."""
     assert process.stdout is not None
     said = []
     for line in process.stdout:
         said.append(line)
+        assert never not in line, "".join(said)
         if words in line:
             return
     raise AssertionError(f"it never said {words!r}:\n{''.join(said)}")

@@ -108,13 +108,18 @@ class Started:
 
 
 class Nodes:
-    """The cluster.  By default the head has no CPU to give, so workers run on the nodes that are added.  A context manager."""
+    """The cluster.  By default the head has no CPU to give, so workers run on the nodes that are added.  A context manager.
 
-    def __init__(self, python: Path, head_cpus: int = 0) -> None:
+    ``head_ip`` is an address of this machine, such as 127.0.0.2, from which a process does not connect by itself: so the head is not on the
+    machine of the process, as far as addresses tell.
+    """
+
+    def __init__(self, python: Path, head_cpus: int = 0, head_ip: str = "") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short, as paths of Unix sockets must be
         self.python, self.started = python, list[Started]()
         dashboard = ("--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}")
-        head = self._start("--head", "--port=0", *dashboard, f"--num-cpus={head_cpus}")
+        place = (f"--node-ip-address={head_ip}",) if head_ip else ()
+        head = self._start("--head", "--port=0", *place, *dashboard, f"--num-cpus={head_cpus}")
         self.address = head.says(r"--address='([^']+)'")
         self.jobs = head.says(r"RAY_API_SERVER_ADDRESS='([^']+)'")
         head.has_an_agent()
@@ -124,9 +129,9 @@ class Nodes:
         self.started.append(Started(self.folder / str(len(self.started)), self.python, *lean, *arguments))
         return self.started[-1]
 
-    def add(self, cpus: int = 1) -> Started:
+    def add(self, cpus: int = 1, *more: str) -> Started:
         """Starts a node; ``says("Ray runtime started")`` waits for it."""
-        return self._start(f"--address={self.address}", f"--num-cpus={cpus}")
+        return self._start(f"--address={self.address}", f"--num-cpus={cpus}", *more)
 
     def submit(self, folder: Path, command: list[str]) -> Submitted:
         """Submits ``command``, a whole line ``ray job submit …``, as a user types it in ``folder``."""

@@ -1,6 +1,6 @@
 """Ray's view of the machines: the connection, free room, and nodes that come and go.
 
-All private Ray calls, and all settings by environment variables, are in this file.
+All private Ray calls but those of :mod:`actors.heads`, and all settings by environment variables, are in this file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors import heads
 from actors.cores import usable_cores
 from elastic.config.sections import Workers
 from elastic.errors import JobError, PlatformGaveUp
@@ -70,7 +71,7 @@ def connect(
     The environment variables are Ray's own and must be set before it starts: no usage reports; for a local cluster also no token,
     because only this machine can reach it, no waiting for a drain when it ends, and no monitor that kills processes to free memory.
 
-    Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer.
+    Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer; and as :func:`heads.answers`.
     """
     if ray.is_initialized():
         return ""
@@ -80,25 +81,69 @@ def connect(
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    submitted = os.environ.get("RAY_ADDRESS", "")
-    asked, named = (address, "--address") if address else ("" if local else submitted, "the environment variable RAY_ADDRESS")
-    if asked.count(":") == 1 and not reachable(asked):
-        raise PlatformGaveUp(f"no Ray cluster answers at {asked}; correct {named}, or leave it out")
+    submitted = os.environ.get("RAY_ADDRESS", "") if address in (None, "", "auto") else ""  # Ray prefers it to "auto"
+    named = "the environment variable RAY_ADDRESS" if submitted else "--address"
+    if not local:
+        _check_head(submitted or address or "auto", named)
     options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address or "auto"}
     if local:
         cores = usable_cores()
         if workers is not None and prepared(workers, cores):
             os.environ.setdefault("RAY_preload_python_modules", f"{PRELOADED},{COMPILER}" if compiles else PRELOADED)
-        tell(f"a Ray cluster starts on this machine, in {STARTS_S}")
+        lasting = f"; --address auto trains on the one at {there}, of which it is a node" if (there := _lasting()) else ""
+        tell(f"a Ray cluster starts on this machine, in {STARTS_S}{lasting}")
         options |= {"object_store_memory": 80 * 2**20, "num_cpus": max(SMALL, cores) if workers is None else wanted(workers)}
     try:
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
     except Exception as error:  # Ray raises plain ones if its processes do not come up
         what = "a local Ray cluster did not start" if local else f"the Ray cluster at {options['address']} cannot be joined"
-        advice = "; is this machine overloaded, or its temporary folder full?" if local else f"; see {named if asked else '--address'}"
-        raise PlatformGaveUp(f"{what} ({type(error).__name__}: {error}){advice}") from error
+        advice = "; is this machine overloaded, or its temporary folder full or read-only?" if local else f"; see {named}"
+        why = error.__cause__ or error  # of a cluster that cannot be joined, Ray says only below why not
+        raise PlatformGaveUp(f"{what} ({type(why).__name__}: {str(why).strip()}){advice}") from error
     _leave_deaths_to_the_story()
     return crowded(workers, cores) if local and workers is not None else ""
+
+
+def _check_head(address: str, named: str) -> None:
+    """Raises :class:`PlatformGaveUp` if no cluster can be joined at ``address``, where ``named`` says whence the user's word for it came.
+
+    Raises as :func:`heads.answers`, too.
+    """
+    if address != "auto" and not re.fullmatch(r"[^/]+:\d+", address):
+        raise PlatformGaveUp(
+            f"{named} = {address!r} is not the address of a Ray cluster's head, such as 10.0.0.7:6379; a URL is for `ray job submit` "
+            f"(http://…) and for clients (ray://…), as which no run can be begun"
+        )
+    if not (there := _resolved(address)):
+        return  # Ray says so itself
+    if not heads.answers(there):
+        ports = "the head's port is 6379, if nobody chose another one; 8265 is that of its web pages, and 10001 that of clients"
+        other = f", where another program listens ({ports})" if heads.reachable(there) else ""
+        where = f"{there}, the cluster that Ray was begun with here last" if address == "auto" else address
+        raise PlatformGaveUp(f"no Ray cluster answers at {where}{other}; correct {named}, or leave it out")
+    check_here(there)
+
+
+def _resolved(address: str) -> str:
+    """Returns the address at which Ray joins the cluster: of "auto" one of which this machine is a node, or "" if there is none."""
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+    except ImportError:  # a private call
+        return "" if address == "auto" else address
+    try:
+        return canonicalize_bootstrap_address(address) or ""
+    except (ConnectionError, ValueError):
+        return ""
+
+
+def _lasting() -> str:
+    """Returns the address of the cluster of which ``ray start`` has made this machine a node, or "" if there is none."""
+    try:
+        from ray._private.services import find_bootstrap_address, find_gcs_addresses
+    except ImportError:  # private calls
+        return ""
+    address = find_bootstrap_address(None) or ""
+    return address if address in find_gcs_addresses() else ""
 
 
 def wanted(workers: Workers) -> int:
@@ -131,7 +176,7 @@ def prepared(workers: Workers, cores: int) -> int:
 
 def begins_here() -> bool:
     """Returns whether this process would start a cluster of its own, because it is part of none and was not submitted to one."""
-    return not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
+    return not ray.is_initialized() and os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 def joined(address: str) -> bool:
@@ -165,25 +210,6 @@ def known() -> list[str]:
     except ImportError:  # a private call
         return submitted
     return list(dict.fromkeys([*submitted, *sorted(find_gcs_addresses())]))
-
-
-def has_actor(address: str, name: str) -> bool:
-    """Returns whether the cluster at ``address`` answers and has a living actor of that name, without joining it."""
-    try:
-        from ray._private.state import GlobalState
-        from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
-    except ImportError:  # private; who joins finds out
-        return reachable(address)
-    if not reachable(address):
-        return False
-    head = GlobalState()
-    try:
-        head._initialize_global_state(GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False))
-        return any(each["Name"] == name and each["State"] != "DEAD" for each in head.actor_table(None).values())
-    except Exception:  # Ray's own, of a head that does not answer, or a cluster of somebody else
-        return False
-    finally:
-        head.disconnect()
 
 
 def own() -> bool:
@@ -247,16 +273,6 @@ def search_path() -> list[str]:
     brought = "/runtime_resources/"
     entries = [os.path.abspath(entry) for entry in (os.getcwd(), *sys.path) if entry]
     return [entry for entry in dict.fromkeys(entries) if os.path.isdir(entry) and brought not in f"{entry}/"]
-
-
-def reachable(address: str) -> bool:
-    """Returns whether the head of a cluster answers at ``host:port``.  Ray itself would wait for a minute."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()  # an IPv6 address stands in brackets
-    except (OSError, ValueError):  # the last of a word that is no address
-        return False
-    return True
 
 
 def named(prefix: str) -> dict[str, Any]:

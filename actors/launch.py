@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from actors import cluster
+from actors import cluster, heads
 from actors.begin import Show, begin, begin_here, claim, note_code
 from actors.coordinator import Coordinator
 from actors.living import Head, ask, attach, bucket_of_another, coordinator_of, name_of, note_deletion, reap, view_of
@@ -196,13 +196,13 @@ def _at_its_cluster(job: Job, show: Show) -> Any | None:
     """
     if not cluster.begins_here():
         return None
-    if (owner := Run.find(job).owner()) is not None and not cluster.has_actor(owner["address"], name_of(job.name)):
+    if (owner := Run.find(job).owner()) is not None and not heads.has_actor(owner["address"], name_of(job.name)):
         return None
     before, deadline_s = signal.getsignal(signal.SIGTERM), 2 * job.deadlines.lease_s
     try:
         coordinator = coordinator_of(job)
     except (PlatformGaveUp, ConnectionError, RuntimeError) as error:
-        if owner is not None and cluster.has_actor(owner["address"], name_of(job.name)):
+        if owner is not None and heads.has_actor(owner["address"], name_of(job.name)):
             where = f"{job.name} lives on the cluster at {owner['address']}"
             raise PlatformGaveUp(f"{where}, which this process cannot join, so it does not begin it a second time: {error}") from error
         coordinator = None  # something else answers there

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from actors import cluster
+from actors import cluster, heads
 from actors.begin import Show
 from actors.processes import life_of
 from actors.terminal import console
@@ -48,11 +48,11 @@ def attach(name: str) -> Any | None:
 
 
 def connected(job: Job) -> bool:
-    """Connects to the cluster that the run was on last, and tells whether that cluster answers."""
+    """Connects to the cluster that the run was on last, and tells whether that cluster answers.  Raises as :func:`heads.answers`."""
     owner = Run.find(job).owner()
     if owner is None:
         return _joined_unclaimed(job)
-    return owner["address"] != LOCAL and cluster.reachable(owner["address"]) and _join(owner["address"])
+    return owner["address"] != LOCAL and heads.answers(owner["address"]) and _join(owner["address"])
 
 
 def coordinator_of(job: Job) -> Any | None:
@@ -62,8 +62,6 @@ def coordinator_of(job: Job) -> Any | None:
 
 
 def _join(address: str) -> bool:
-    if not ray.is_initialized():
-        cluster.check_here(address)
     cluster.connect(address)
     return cluster.joined(address)
 
@@ -72,9 +70,9 @@ def _joined_unclaimed(job: Job) -> bool:
     """Connects to the cluster on which the run lives without a claim, and tells whether there is one."""
     part_of_one = ray.is_initialized()
     for address in cluster.known():
-        if not cluster.has_actor(address, name_of(job.name)):
-            continue
-        with suppress(PlatformGaveUp, ClusterGone, ConnectionError, RuntimeError):  # it is ending, or somebody else's
+        with suppress(PlatformGaveUp, ClusterGone, ConnectionError, RuntimeError):  # it is ending, frozen, or somebody else's
+            if not heads.has_actor(address, name_of(job.name)):
+                continue
             if _join(address) and (found := attach(job.name)) is not None and not bucket_of_another(job, found):
                 return True
         if not part_of_one:
@@ -146,7 +144,7 @@ class Head:
         if now - self._looked_at > 4 * QUIET_S:  # this process stood still
             self._missed_at = 0.0
         self._looked_at = now
-        if cluster.reachable(self._address):
+        if heads.reachable(self._address):
             self._missed_at = 0.0
         elif last or (self._missed_at and now - self._missed_at > 0.75 * cluster.HEAD_S - QUIET_S):
             raise ClusterGone(f"the head of the cluster at {self._address} is gone; on another one, the same command resumes the run")

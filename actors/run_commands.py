@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors import cluster, launch, living
+from actors import cluster, heads, launch, living
 from actors.living import ANSWER_S, bucket_of_another, connected, coordinator_of, note_deletion, run_of
 from actors.logs import last_lines
 from actors.prints import Prints, Reading
@@ -60,7 +60,7 @@ class Absent:
         elsewhere = "" if end is not None else run.local_elsewhere()
         over = end is not None or cluster.joined(owner["address"]) or (owner["address"] == LOCAL and not elsewhere)
         stands = "is not running" if over else f"is not running, or its cluster, {owner['address']}, cannot be reached from here"
-        if not over and owner.get("host") == platform.node() and not cluster.reachable(owner["address"]):
+        if not over and owner.get("host") == platform.node() and not heads.reachable(owner["address"]):
             stands = f"has told no end, and its cluster on this machine, {owner['address']}, has ended; `elastic train` goes on with it"
         if elsewhere:
             stands = f"was begun with --local {elsewhere}, and has told no end; if it lives, end it there with Ctrl-C"

@@ -12,7 +12,7 @@ import threading
 import pytest
 import ray
 
-from actors.cluster import reachable
+from actors.heads import reachable
 from actors.processes import Process, end_on_sigterm, started, sweep
 from elastic.train.counters import Counters, segment
 from tests.support.patience import PATIENCE_S

@@ -1,4 +1,4 @@
-"""R19: a command beside its run, which lives on another machine.
+"""R19: a command that has to ask a cluster: beside its run on another machine, at a head that is frozen, and at what is no head.
 
 The cluster is begun by ``ray start``.  Its head is at 127.0.0.2, from which no process of this machine connects: so it is elsewhere, as
 far as addresses tell, and this machine is a node of its cluster.
@@ -6,19 +6,30 @@ far as addresses tell, and this machine is a node of its cluster.
 
 from __future__ import annotations
 
+import http.server
+import os
 import signal
+import socket
 import sys
+import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 
+from actors import cluster, heads
+from actors.cli import main
+from actors.launch import launch
+from elastic.errors import ClusterGone, PlatformGaveUp
 from elastic.job import Job
+from elastic.report.story import Line
 from elastic.runs.run import Run
 from tests.actors.test_one_owner import command, slow_job, until_it_says
 from tests.support.clusters import Nodes
 from tests.support.patience import PATIENCE_S
+from tests.support.processes import processes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,10 +49,26 @@ def nodes(local_cluster: None) -> Iterator[Nodes]:
         yield nodes
 
 
-def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(nodes: Nodes, tmp_path: Path) -> None:
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join("".join(capsys.readouterr()).split())
+
+
+class Begins(Exception):
+    """A cluster is about to start on this machine."""
+
+
+def begins(line: Line) -> None:
+    """Ends a launch that is about to start a cluster."""
+    if "a Ray cluster starts" in str(line):
+        raise Begins(getattr(line, "text", ""))
+
+
+def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It names no address.  It began a cluster of its own there, and the run a second time; the one that lived lost what it had not saved.
 
-    The control: for a run that does not live it begins one.
+    The control: for a run that does not live it begins one, and says which word would have it join that of its node.
     """
     path = slow_job(tmp_path, "beside")
     first = command(path, "train", "--address", nodes.address)
@@ -59,10 +86,125 @@ def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(nodes: Nod
         for each in filter(None, (first, second)):
             each.kill()
     assert Run.find(Job.load(path)).latest_claim() == 1, "one coordinator, ever"
-    third = command(path, "train")
+    monkeypatch.setenv("RAY_TMPDIR", str(nodes.started[0].folder))  # where `ray start` was told to note the address
+    with pytest.raises(Begins, match=f"; --address auto trains on the one at {nodes.address}, of which it is a node$"):
+        launch(Job.load(path), show=begins)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(Begins, match=r"a Ray cluster starts on this machine, in 5 to 20 s$"):
+        launch(Job.load(path), show=begins)
+
+
+def test_a_machine_that_is_no_node_of_the_cluster_is_told_so(nodes: Nodes, tmp_path: Path) -> None:
+    """The command is in a container with the network of this machine, but without its processes, so Ray finds no node there.
+
+    It waited for a minute, and did not say why.
+    """
+    hidden = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    found = command(slow_job(tmp_path, "outside"), "train", "--address", nodes.address, within=hidden)
     try:
-        until_it_says(third, "a Ray cluster starts on this machine")
-        third.send_signal(signal.SIGINT)
-        third.communicate(timeout=PATIENCE_S)
+        text = " ".join(found.communicate(timeout=PATIENCE_S)[0].split())
     finally:
-        third.kill()
+        found.kill()
+    assert found.returncode == 2 and f"the cluster at {nodes.address} answers, but this machine is not one of its nodes" in text, text
+
+
+@pytest.fixture
+def frozen(nodes: Nodes) -> Iterator[str]:
+    """Stops the process that is the head of the cluster, and lets it go on at the end."""
+    (head,) = [each for each in processes(f"NODE_OF_TEST={nodes.folder}") if "gcs_server" in each.command.split()[0]]
+    os.kill(head.pid, signal.SIGSTOP)
+    try:
+        yield nodes.address
+    finally:
+        os.kill(head.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    "line", ["status", "stop", "logs", "attach", "clean", "train", "train --local", "train --address THERE", "train --address auto"]
+)
+def test_a_head_that_is_frozen_is_told(
+    nodes: Nodes, frozen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    """No command waits for it without a limit, none takes it for a cluster that has ended, and none begins the run anew."""
+    monkeypatch.setattr(heads, "ANSWER_S", 2.0)
+    monkeypatch.setenv("RAY_TMPDIR", str(nodes.started[0].folder))  # where Ray finds what "auto" means
+    path = slow_job(tmp_path, "iced")
+    Run.open(Job.load(path)).claim(frozen, uuid.uuid4().hex[:6])
+    word, *more = line.replace("THERE", frozen).split()
+    code = main([word, str(path), *more])
+    told = said(capsys)
+    assert code == 2, told
+    assert f"the head of the Ray cluster at {frozen} accepts connections, but has not answered for 2 s" in told
+    assert "restart that cluster, or train on another one" in told and not ray.is_initialized()
+
+
+def test_the_head_answers_before_and_after(nodes: Nodes) -> None:
+    """The control of the test above; and the name of no actor."""
+    assert heads.answers(nodes.address) and not heads.has_actor(nodes.address, "iced/coordinator")
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    """A web page, as Ray's dashboard has."""
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing."""
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_web_page_in_place_of_the_head(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Port 8265 in place of 6379.  The claim of a run whose cluster has ended, at whose port another program listens now, keeps nobody."""
+    path = slow_job(tmp_path, "webbed")
+    assert main(["train", str(path), "--address", page]) == 2
+    told = said(capsys)
+    assert f"no Ray cluster answers at {page}, where another program listens (the head's port is 6379" in told
+    Run.open(Job.load(path)).claim(page, "abcdef")
+    assert not heads.has_actor(page, "webbed/coordinator")
+    assert main(["status", str(path), "--once"]) == 0
+    assert "is not running, or its cluster" in said(capsys)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://127.0.0.1:10001", "127.0.0.1", "127.0.0.1:port"])
+@pytest.mark.parametrize("named", ["--address", "the environment variable RAY_ADDRESS"])
+def test_what_is_no_address_of_a_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str, named: str
+) -> None:
+    path = str(slow_job(tmp_path, "nowhere"))
+    if named != "--address":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(["train", path, *(["--address", address] if named == "--address" else [])]) == 2
+    assert f"{named} = '{address}' is not the address of a Ray cluster's head" in said(capsys)
+
+
+def test_somebody_who_accepts_a_connection_and_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "ANSWER_S", 2.0)
+    with socket.create_server(("", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ClusterGone, match=rf":{silent.getsockname()[1]} accepts connections, but has not answered for 2 s"):
+            cluster.connect(address)
+    assert not heads.answers(address), "the control: nobody is there any more"
+
+
+def test_a_cluster_of_another_ray_says_which(nodes: Nodes) -> None:
+    """The head keeps with which version it was begun; here it is told another one."""
+    from ray._common.usage import usage_constants
+    from ray._private import ray_constants
+    from ray._raylet import GcsClient
+
+    head, key, namespace = GcsClient(address=nodes.address), usage_constants.CLUSTER_METADATA_KEY, ray_constants.KV_NAMESPACE_CLUSTER
+    kept = head.internal_kv_get(key, namespace)
+    other = kept.replace(ray.__version__.encode(), b"2.51.0")
+    assert other != kept
+    try:
+        head.internal_kv_put(key, other, True, namespace)
+        with pytest.raises(PlatformGaveUp, match=r"cannot be joined .*Version mismatch[^)]*Ray: 2\.51\.0"):
+            cluster.connect(nodes.address)
+    finally:
+        ray.shutdown()
+        head.internal_kv_put(key, kept, True, namespace)

@@ -253,6 +253,7 @@ IMPORTS = {
     "elastic": Row(("actors.launch", "elastic.errors", "elastic.job")),
     "elastic.__main__": Row(("actors.cli", "elastic.errors", "elastic.imports")),
     "actors": Row(("actors.*", "elastic.*", "storage.*"), ("ray", "rich", "torch")),
+    "actors.heads": Row(("elastic.errors",), ("grpc", "ray")),
     "examples": Row(
         ("actors.*", "elastic.*", "examples.*", "storage.*"), ("numpy", "peft", "ray", "rich", "safetensors", "torch", "transformers")
     ),

@@ -26,7 +26,7 @@ from typing import Self
 
 import ray
 
-from actors import cluster
+from actors import cluster, heads
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
@@ -129,7 +129,7 @@ class Hosts:
             _ip("-n", name, "link", "set", name, "mtu", str(MTU), "up")
             _ip("-n", name, "link", "set", "lo", "up")
         self._ray(0, "--head", "--port=6399", "--include-dashboard=false", "--num-cpus=0")
-        self._until(lambda: cluster.reachable(f"{self.address(0)}:6399"))
+        self._until(lambda: heads.reachable(f"{self.address(0)}:6399"))
         os.environ["RAY_AUTH_MODE"] = "disabled"
         ray.init(
             address=f"{self.address(0)}:6399",

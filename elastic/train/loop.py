@@ -140,7 +140,7 @@ class Trainer(Controlled):
         except Leave:
             raise
         except Exception as error:  # a boundary: the coordinator is told, and decides
-            self._tell(plan, error, state)
+            self._tell(plan, error, forming=state is None)
         while not isinstance(order, Settled):
             order = self._await(plan.generation, Settled)
         if state is not None:
@@ -307,7 +307,7 @@ class Trainer(Controlled):
         with self.apply_fence as member:
             return member.boundary
 
-    def _tell(self, plan: Plan, error: Exception, state: State | None) -> None:
+    def _tell(self, plan: Plan, error: Exception, *, forming: bool) -> None:
         """Tells the coordinator of the error that stopped the generation here, unless it is only the fence.
 
         Raises ``error`` itself if the device is lost and this process must end (``Member.lose``).
@@ -315,11 +315,8 @@ class Trainer(Controlled):
         if isinstance(error, FencedOff) and not error.lease:
             return
         tell_of_reads(error)
-        cause, signature = classify(error, partial(touch, self.device), forming=state is None)
+        cause, signature = classify(error, partial(touch, self.device), forming=forming)
         trace = "".join(traceback.format_exception(error))
-        order = state.parameters.order if state is not None else None
-        if cause == "peer" and order is not None and (unlike := order.broke()):
-            cause, signature, trace = "job", UNLIKE, f"{trace}{unlike}"
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)

@@ -34,16 +34,13 @@ class Residual(nn.Module):
 
 class Ways(nn.Module):
     """The first token chooses what happens to two blocks: they change places (``swapped``, ``branches``), or a pass without gradients runs
-    one more (``teacher``), or one that is frozen is left out (``frozen``).  ``same`` chooses nothing.  With ``sizes`` the two that change
-    places have unlike sizes.
+    one more (``teacher``), or one that is frozen is left out (``frozen``).  ``same`` chooses nothing.
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.embedding = kind, nn.Embedding(29, 16)
         self.layers = nn.ModuleList(Residual() for _ in range(3))
-        if kind == "sizes":
-            self.layers[1] = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 16))
         self.head = nn.Linear(16, 29)
         self.layers[2].requires_grad_(kind != "frozen")
 
@@ -61,7 +58,7 @@ class Ways(nn.Module):
             found = [block(x) for block in ((second, first) if other else (first, second))]
             x = sum(found[::-1] if other else found)
         else:
-            x = first(second(x)) if other and self.kind in ("swapped", "sizes") else second(first(x))
+            x = first(second(x)) if other and self.kind == "swapped" else second(first(x))
         return self.head(x if other and self.kind == "frozen" else third(x))
 
 

@@ -8,8 +8,7 @@ Each member notes what it begins, which is all that a step pays for.  The commit
 anything is applied.  A world that stands still comes to no commit: then each member puts its notes into the world's store, and world rank 0
 looks whether they differ.
 
-Where a collective meets one of another size, gloo ends the process (SIGABRT).  So on a CPU each note goes to the store at once in the first
-step of a world, and the members that are left look.  If it happens in a later step, the next world begins with that one.
+Known gap: where a collective of one block meets that of a larger one, gloo ends the process (SIGABRT), and nobody can look any more.
 """
 
 from __future__ import annotations
@@ -53,26 +52,18 @@ class Order:
         """The meaning of each note."""
         for name in names:
             self.words += [f"{name or 'the rest of the model'} was gathered", f"{name or 'the rest of the model'} was summed"]
-        self._crashes = world.device.type == "cpu"
-        """True if collectives of unlike sizes end the process."""
         self._notes = 0, array("I")
         """The number of commits, and what has begun since.  They are replaced together, since another thread reads them."""
 
     def begins_round(self) -> None:
-        self._note(ROUND)
+        self._notes[1].append(ROUND)
 
     def gathers(self, module: int) -> None:
         """Notes that the module with this place in the names is gathered."""
-        self._note(COMMIT + 1 + 2 * module)
+        self._notes[1].append(COMMIT + 1 + 2 * module)
 
     def sums(self, module: int) -> None:
-        self._note(COMMIT + 2 + 2 * module)
-
-    def _note(self, note: int) -> None:
-        commits, begun = self._notes
-        begun.append(note)
-        if not commits and self._crashes:
-            self._tell()
+        self._notes[1].append(COMMIT + 2 + 2 * module)
 
     def digest(self) -> float:
         """Returns a number that all members share if they have begun the same.  The commit comes next."""
@@ -90,16 +81,6 @@ class Order:
         with suppress(dist.DistError, RuntimeError):  # what is known without the others is told
             self.world.store.wait([_key(rank) for rank in range(self.world.size)], datetime.timedelta(seconds=WAIT_S))
         return UNLIKE.format(self._difference() or "in this step they did not")
-
-    def broke(self) -> str:
-        """Returns a sentence if the world broke because members ran unlike blocks, as far as that is known here; else ""."""
-        if not self._crashes:
-            return ""
-        with suppress(dist.DistError, RuntimeError, WorldBroken):  # of the store, which may be gone too
-            self._tell()
-            if found := self._difference():
-                return UNLIKE.format(found)
-        return ""
 
     @contextmanager
     def watched(self, every_s: float, tell: Callable[[str], None]) -> Iterator[None]:

@@ -42,8 +42,6 @@ def answers(address: str) -> bool:
     try:
         with init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
             gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=ANSWER_S)
-    except ray.exceptions.AuthenticationError:  # this process has no token; who joins is told so
-        return True
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise ClusterGone(
@@ -52,6 +50,8 @@ def answers(address: str) -> bool:
                 f"HOST:PORT`, or `--address local` for this machine), where a run goes on from its newest checkpoint"
             ) from None
         return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
+    except (ray.exceptions.AuthenticationError, RuntimeError, OSError):  # it has no token, or not what TLS needs; who joins is told so
+        return True
     return True
 
 

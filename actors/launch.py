@@ -204,7 +204,10 @@ def _at_its_cluster(job: Job, show: Show) -> Any | None:
     except (PlatformGaveUp, ConnectionError, RuntimeError) as error:
         if owner is not None and heads.has_actor(owner["address"], name_of(job.name)):
             where = f"{job.name} lives on the cluster at {owner['address']}"
-            raise PlatformGaveUp(f"{where}, which this process cannot join, so it does not begin it a second time: {error}") from error
+            fix = "if that is another run of this name, `--address local` begins this one here"
+            raise PlatformGaveUp(
+                f"{where}, which this process cannot join, so it does not begin it a second time: {error}; {fix}"
+            ) from error
         coordinator = None  # something else answers there
     if coordinator is not None and not _is_ending(coordinator, deadline_s):
         note_deletion(job)

@@ -190,12 +190,20 @@ def clean(job: Job, force: bool) -> int:
         removed = clear(job.name, lives, CLEAR_S)
         _tell(removed, "this machine (the run's cluster has ended, or cannot be reached from here)")
         return 0
-    coordinator = living.attach(job.name)
+    coordinator, life = living.attach(job.name), ""
     if coordinator is not None and (bucket := bucket_of_another(job, coordinator)):
         say(f"another run of this name, in {bucket}, lives on this cluster; it stays")
+        coordinator = None
     elif coordinator is not None:
-        lives |= {_life_to_end(job.name, coordinator, force), ""}
-    _tell(living.reap(job.name, lives), "the cluster")
+        life = _life_to_end(job.name, coordinator, force)
+    if not (lives := lives | {life} - {""}):
+        say(f"no claim of {job.name} is in {job.bucket}, so nobody can say what of that name is its own; all stays")
+    ended = living.reap(job.name, lives)
+    if coordinator is not None and (life or ended):  # it is of this run, as are its workers
+        ended += living.reap(job.name, {""})
+    elif coordinator is not None:
+        say("a coordinator of this name tells nobody whose it is, and has no worker of this run; it stays")
+    _tell(ended, "the cluster")
     tasks = {
         ray.remote(num_cpus=0)(clear)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))

@@ -227,13 +227,11 @@ def is_secret(setting: str, value: object) -> bool:
 
     What others may see, as a page of a run or a command to paste, has no such value.
     """
-    if SECRET.search(setting):
-        return True
     if isinstance(value, Mapping):
         return any(is_secret(f"{setting}.{key}", each) for key, each in value.items())
     if isinstance(value, list | tuple):
         return any(is_secret(setting, each) for each in value)
-    return isinstance(value, str) and SECRET_URL.search(value) is not None
+    return isinstance(value, str) and bool(SECRET.search(setting) or SECRET_URL.search(value))
 
 
 def shown(setting: str, value: object) -> str:

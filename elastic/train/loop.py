@@ -52,6 +52,11 @@ SHOWN = 8
 """Number of collectives in flight that are written to the log: the newest ones."""
 ABORT_S = 15.0
 """Seconds that an abort may take.  It takes one or two on a busy device; if it takes longer than this, something is stuck."""
+LOOKS = 6
+"""Number of times in ``deadlines.stall_s`` that a member looks whether it stands still because members run unlike blocks.
+
+It takes up to three looks to tell, and the coordinator has counted since before.
+"""
 UNLIKE = "ModelError: members ran unlike blocks"
 """Signature of the error that makes a world stand still because its members gather and sum blocks in different orders."""
 RUN_TIMEOUT_S = 24 * 3600.0
@@ -267,7 +272,7 @@ class Trainer(Controlled):
             self._say(Broken(self.worker, plan.generation, self.session.counters["step"] + 1, "job", sentence, UNLIKE))
 
         order = state.parameters.order
-        return order.watched(self.session.job.deadlines.stall_s / 3, tell) if order is not None else nullcontext()
+        return order.watched(self.session.job.deadlines.stall_s / LOOKS, tell) if order is not None else nullcontext()
 
     def _steps(self, plan: Plan, state: State, shape: CommitShape, effects: Effects) -> Generator[Step]:
         """Yields the steps of this world; the loop commits each of them before the next one."""

@@ -140,7 +140,7 @@ def test_l9_a_loss_that_returns_a_mean_is_refused_before_the_first_step(tmp_path
 
 @pytest.mark.parametrize("kind", ["teacher", pytest.param("swapped", marks=pytest.mark.full)])
 def test_members_that_run_unlike_blocks_end_the_run_with_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    """R20, C3: members wait for each other, or reach the commit with unlike blocks.  After one retry the run ends as the job's fault, with
+    """R20, C4: members wait for each other, or reach the commit with unlike blocks.  After one retry the run ends as the job's fault, with
     the blocks and what to set.
     """
     model: dict[str, Any] = {"model": "tests.engine.test_unlike_order:Ways", "model_args": {"kind": kind}, "workers": {"min": 2, "max": 2}}

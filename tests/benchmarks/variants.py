@@ -162,8 +162,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.draw:
         found = [json.loads(Path(name).read_text()) for name in options.names]
-        rows = {name: row for each in found for name, row in each["rows"].items()}
-        (options.out / "variants.json").write_text(json.dumps({**found[0], "rows": rows}) + "\n")
+        rows = {name: {"world": each["world"]} | row for each in found for name, row in each["rows"].items()}
+        (options.out / "variants.json").write_text(json.dumps({"about": found[0]["about"], "rows": rows}) + "\n")
         draw(rows, found[0]["about"], options.out / "variants.png")
     else:
         folder, rows = Path(mkdtemp()), {}

@@ -392,7 +392,7 @@ def test_all_records_at_once_say_what_they_say_one_after_the_other(layout: Layou
 
 @pytest.mark.parametrize("orders", [(5.0, 5.0, 5.0), (5.0, 5.0, 6.0), (0.0, 5.0, 5.0)])
 def test_members_that_ran_unlike_blocks_commit_nothing(orders: tuple[float, ...]) -> None:
-    """C3: one digest of what they gathered and summed differs.  The control, the first one: they are alike."""
+    """C4: one digest of what they gathered and summed differs.  The control, the first one: they are alike."""
     shape = CommitShape(incarnation=2, generation=5, microbatches=3, microbatch=1, layout=Layout(1, 3))
     records = drawn_records(shape, 0, orders)
     if len({*orders}) == 1:

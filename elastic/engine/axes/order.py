@@ -4,9 +4,9 @@ A collective knows nothing of blocks: the n-th of one member meets the n-th of e
 a model may whose ways depend on its samples, weights are made of parts of two blocks, and gradients are sums of two blocks' gradients: they
 have the right shapes, and nobody notices.  If members run different numbers of blocks, they wait for ever.
 
-Each member notes what it begins, which is all that a step pays for.  The commit compares a digest of the notes (``Head.order``), before
-anything is applied.  A world that stands still comes to no commit: then each member puts its notes into the world's store, and world rank 0
-looks whether they differ.
+Each member notes what it begins, which is all that a fast step pays for.  The commit compares a digest of the notes (``Head.order``),
+before anything is applied.  A world that stands still comes to no commit: then each member puts its notes into the world's store, and world
+rank 0 looks whether they differ, first by digests.  So does a world whose steps are longer than that, once a step.
 
 Known gap: where a collective of one block meets that of a larger one, gloo ends the process (SIGABRT), and nobody can look any more.
 """
@@ -30,10 +30,14 @@ from elastic.errors import WorldBroken
 DIGEST = 6
 """Bytes of a digest: a commit record has float64, which are exact for integers of 6 bytes."""
 WAIT_S = 10.0
-"""Seconds in which all members tell their notes once all know that these differ.  It takes milliseconds; without them the sentence says
-less."""
+"""Seconds in which all members tell their notes once all know that these differ, and as many in which world rank 0 tells the difference.
+It takes milliseconds; without them the sentence says less."""
 SHOWN = 8
 """Largest number of world ranks that a sentence names for one thing that they did."""
+COMPARED = 16
+"""Largest number of unlike lists of notes that are compared."""
+STANDING, COMMITTING, SAID = "order/standing", "order/committing", "order/said"
+"""Keys of the store: before the world rank of a member that stands still, or has found a difference in a commit; and of the sentence."""
 UNLIKE = (
     "with parallel.zero = 3 the weights of a block are gathered from all members when it runs, so all must run the same blocks in the same "
     "order; {}; set parallel.zero = 2, with which each microbatch may run blocks as it likes, or let what runs depend neither on samples "
@@ -77,10 +81,18 @@ class Order:
 
     def differs(self) -> str:
         """Returns a sentence for the user.  All members have found in a commit that their notes differ, and call this."""
-        self._tell()
-        with suppress(dist.DistError, RuntimeError):  # what is known without the others is told
-            self.world.store.wait([_key(rank) for rank in range(self.world.size)], datetime.timedelta(seconds=WAIT_S))
-        return UNLIKE.format(self._difference() or "in this step they did not")
+        found, store, most = "", self.world.store, datetime.timedelta(seconds=WAIT_S)
+        with suppress(dist.DistError, RuntimeError):  # of the store: what is known without it is told
+            self._tell(COMMITTING)
+            if self.world.rank == 0:
+                with suppress(dist.DistError, RuntimeError):  # somebody is late
+                    store.wait([f"{COMMITTING}/{rank}" for rank in range(self.world.size)], most)
+                found = self._difference(COMMITTING)
+                store.set(SAID, found)
+            else:
+                store.wait([SAID], 2 * most)
+                found = store.get(SAID).decode()
+        return UNLIKE.format(found or "in this step they did not")
 
     @contextmanager
     def watched(self, every_s: float, tell: Callable[[str], None]) -> Iterator[None]:
@@ -97,39 +109,49 @@ class Order:
 
     def _watch(self, over: threading.Event, every_s: float, tell: Callable[[str], None]) -> None:
         before, told = (0, 0), (0, 0)
-        with suppress(dist.DistError, RuntimeError, WorldBroken):  # of the store: the world is broken in another way
+        with suppress(dist.DistError, RuntimeError, WorldBroken):  # of the store: without it nobody can look
             while not over.wait(every_s):
                 commits, begun = self._notes
                 now = commits, len(begun)
                 if now == before and now != told:
-                    self._tell()
+                    self._tell(STANDING)
                     told = now
-                if now == before and self.world.rank == 0 and (found := self._difference()):
+                if now == before and self.world.rank == 0 and (found := self._difference(STANDING)):
                     tell(UNLIKE.format(found))
                     return
                 before = now
 
-    def _tell(self) -> None:
-        """Puts this member's notes into the store of the world."""
+    def _tell(self, where: str) -> None:
+        """Puts this member's notes into the store of the world, and then their number of commits and their digest."""
         commits, begun = self._notes
-        self.world.store.set(_key(self.world.rank), json.dumps([commits, *begun]))
+        said = json.dumps([*begun])
+        self.world.store.set(f"{where}/{self.world.rank}/notes", f"{commits} {said}")
+        self.world.store.set(f"{where}/{self.world.rank}", f"{commits} {hashlib.blake2b(said.encode(), digest_size=DIGEST).hexdigest()}")
 
-    def _difference(self) -> str:
+    def _difference(self, where: str) -> str:
         """Returns the first difference of the notes that are in the store; "" if there is none."""
-        there = [rank for rank in range(self.world.size) if self.world.store.check([_key(rank)])]
-        told = {rank: json.loads(self.world.store.get(_key(rank))) for rank in there}
-        return difference({rank: notes for rank, (commits, *notes) in told.items() if commits == self._notes[0]}, self.words)
+        store, commits, alike = self.world.store, self._notes[0], dict[str, list[int]]()
+        there = [rank for rank in range(self.world.size) if store.check([f"{where}/{rank}"])]
+        for rank, said in zip(there, store.multi_get([f"{where}/{rank}" for rank in there]) if there else (), strict=True):
+            told, digest = said.decode().split()
+            if int(told) == commits:
+                alike.setdefault(digest, []).append(rank)
+        if len(alike) < 2:
+            return ""
+        notes = dict[int, Sequence[int]]()
+        for rank, *_ in [*alike.values()][:COMPARED]:
+            told, _, listed = store.get(f"{where}/{rank}/notes").decode().partition(" ")
+            if int(told) == commits:  # it may have gone on
+                notes[rank] = json.loads(listed)
+        return difference(notes, self.words, {ranks[0]: ranks for ranks in alike.values()})
 
 
-def _key(rank: int) -> str:
-    return f"order/{rank}"
-
-
-def difference(notes: Mapping[int, Sequence[int]], words: Sequence[str]) -> str:
+def difference(notes: Mapping[int, Sequence[int]], words: Sequence[str], alike: Mapping[int, Sequence[int]] | None = None) -> str:
     """Returns where members differ, by world rank, and what each did there; "" if nobody did another thing than others.
 
-    A member that has come less far differs from nobody.
+    A member that has come less far differs from nobody.  ``alike`` has the ranks of all members with the notes of a rank.
     """
+    alike = alike or {}
     begun = 0
     for place, found in enumerate(zip_longest(*notes.values())):
         did = dict[int, list[int]]()
@@ -140,7 +162,10 @@ def difference(notes: Mapping[int, Sequence[int]], words: Sequence[str]) -> str:
             (one, *_), *_ = did.values()
             before = notes[one][place - 1] if place else ROUND
             after = f", after {words[before]}" if before > COMMIT else ""
-            each = " and ".join(f"on {_ranks(ranks)} {words[note]}" for note, ranks in did.items())
+            each = " and ".join(
+                f"on {_ranks(sorted(other for rank in ranks for other in alike.get(rank, (rank,))))} {words[note]}"
+                for note, ranks in did.items()
+            )
             where = f"in microbatch {begun} of each member since the last commit" if begun else "before the first microbatch of a step"
             return f"{where}{after}, {each}"
         begun += ROUND in did

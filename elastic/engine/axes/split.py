@@ -57,7 +57,7 @@ ABSENT = (
 )
 TWICE = (
     "{name} has two parts in one microbatch, so with parallel.zero = 3 its gradients have no fixed order; set parallel.zero = 2, or "
-    "reproducible = false"
+    "reproducible = false if it has two on every member, always"
 )
 INNER = (
     "a backward pass ran within the loss (torch.autograd.grad or backward()), and with parallel.zero = 3 that sums the gradients of {name} "

@@ -79,6 +79,7 @@ def compiled(log: str) -> tuple[int, int]:
     return int(found[0]), int(found[1])
 
 
+@pytest.mark.full
 def test_a_worker_on_a_new_node_compiles_nothing(tmp_path: Path) -> None:
     """R4, N13: the first worker compiles; the second one, on another node, has its code before it compiles anything."""
     chaos, (first, second) = grown(tmp_path)

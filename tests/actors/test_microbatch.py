@@ -32,6 +32,7 @@ def job_of(bucket: Path, device_gb: float | str, **changes: Any) -> Any:
     return toy_job(bucket, **{"name": "auto", "steps": STEPS, "data": data, "workers": workers, "microbatch": "auto"} | changes)
 
 
+@pytest.mark.full
 def test_a_run_keeps_its_number_and_its_bits_on_another_cluster(tmp_path: Path) -> None:
     """Only one sample fits beside the state.  Resumed without that limit, 2 would be taken, which have other bits: the control."""
     sizes = []

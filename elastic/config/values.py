@@ -223,7 +223,7 @@ def _followed(where: str) -> str:
 
 
 def is_secret(setting: str, value: object) -> bool:
-    """Returns whether a value may be a secret, by the name of its setting, or as a URL; a table or a list, if something in it may be one.
+    """Returns whether a text may be a secret, by the name of its setting, or as a URL; a table or a list, if something in it may be one.
 
     What others may see, as a page of a run or a command to paste, has no such value.
     """

@@ -33,13 +33,11 @@ from elastic.protocol.commit_record import (
     HEADER,
     LOWER,
     NO_COPIES,
-    NO_USAGE,
     BadCount,
     CommitShape,
-    Copied,
+    Head,
     Outcome,
     Unlike,
-    Usage,
     Validated,
     conclude,
     head_of,
@@ -286,7 +284,7 @@ class Step:
             session.meter.held = memory_by_class(state)
         usage = session.meter.usage(session.loader.waited_s, state.world.device)
         order = state.parameters.order.digest() if state.parameters.order is not None else 0
-        blank = blank_record(shape, state.world.rank, step, self._boundary(), share, copied, usage, order)
+        blank = blank_record(shape, head_of(shape, state.world.rank, step, self._boundary(), copied, usage, order), share)
         record = fill_record(state.world.to_device("record", blank), share, norm)
         outcome = commit(session, state, self._fence, shape, step, record, share)
         session.faults.strike("before_update", step, state.world)
@@ -387,18 +385,9 @@ def tokens_of(share: Share, world: World) -> torch.Tensor:
     return total
 
 
-def blank_record(
-    shape: CommitShape,
-    rank: int,
-    step: int,
-    boundary: int,
-    share: Share,
-    copied: Copied = NO_COPIES,
-    usage: Usage = NO_USAGE,
-    order: float = 0,
-) -> torch.Tensor:
+def blank_record(shape: CommitShape, head: Head, share: Share) -> torch.Tensor:
     """Returns this member's record, float64 [shape.fields], with all that the host knows; see ``protocol/commit_record.py``."""
-    known: list[float] = [*head_of(shape, rank, step, boundary, copied, usage, order)]
+    known: list[float] = [*head]
     for ids in share.samples:
         known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
     return torch.tensor([*known, 0], dtype=torch.float64)

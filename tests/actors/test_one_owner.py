@@ -59,6 +59,14 @@ def until_it_says(process: subprocess.Popen[str], words: str, never: str = "\n\n
     raise AssertionError(f"it never said {words!r}:\n{''.join(said)}")
 
 
+def stopped(job: Path, *commands: subprocess.Popen[str]) -> None:
+    """Stops the run, which ``commands`` have begun or follow, and checks that each of them ends as one whose run was stopped."""
+    command(job, "stop").communicate(timeout=PATIENCE_S)
+    for each in commands:
+        said, _ = each.communicate(timeout=PATIENCE_S)
+        assert each.returncode == 3, said
+
+
 def slow_job(folder: Path, name: str) -> Path:
     """Writes the file of a job that lasts until it is stopped, and returns its path."""
     job = toy_job(
@@ -196,11 +204,7 @@ def test_the_same_command_again_attaches_to_a_run_on_the_cluster_of_the_first(tm
         until_it_says(second, "attached to twice, which runs on this cluster already")
         until_it_says(second, "step")
         time.sleep(0.5)
-        stop = command(job, "stop")
-        stop.communicate(timeout=PATIENCE_S)
-        for each in (first, second):
-            said, _ = each.communicate(timeout=PATIENCE_S)
-            assert each.returncode == 3, said
+        stopped(job, first, second)
     finally:
         for each in filter(None, (first, second)):
             if each.poll() is None:

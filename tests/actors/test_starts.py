@@ -26,7 +26,7 @@ from elastic.errors import ClusterGone, PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line
 from elastic.runs.run import Run
-from tests.actors.test_one_owner import command, slow_job, until_it_says
+from tests.actors.test_one_owner import command, slow_job, stopped, until_it_says
 from tests.support.clusters import Nodes
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import processes
@@ -77,11 +77,7 @@ def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
         until_it_says(first, "step     3")
         second = command(path, "train")
         until_it_says(second, "attached to beside, which runs on this cluster already", never="a Ray cluster starts on this machine")
-        stop = command(path, "stop")
-        stop.communicate(timeout=PATIENCE_S)
-        for each in (first, second):
-            text, _ = each.communicate(timeout=PATIENCE_S)
-            assert each.returncode == 3, text
+        stopped(path, first, second)
     finally:
         for each in filter(None, (first, second)):
             each.kill()

@@ -287,10 +287,9 @@ def every() -> list[Mutant]:
 
 def draw(seed: int, count: int) -> list[Mutant]:
     """Returns ``count`` mutants that Python can compile: each statement and expression that can be broken is equally likely."""
-    sources = {file: (ROOT / file).read_bytes() for file in covered()}
     everything = every()
     random.Random(seed).shuffle(everything)
-    return list(islice((mutant for mutant in everything if _compiles(mutant.applied(sources[mutant.file]))), count))
+    return list(islice((mutant for mutant in everything if _compiles(mutant.applied((ROOT / mutant.file).read_bytes()))), count))
 
 
 def _compiles(source: bytes) -> bool:

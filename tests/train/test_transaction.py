@@ -178,7 +178,7 @@ def gathered(step: int, asked: tuple[int, ...] = (0, 0, 0), copied: tuple[Copied
             share.losses.append(torch.rand((), generator=draw))
             share.counts.append(torch.tensor(32 - rank))
             share.samples.append(() if index is None else (step * 100 + 2 * index, step * 100 + 2 * index + 1))
-        records.append(fill_record(blank_record(SHAPE, rank, step, asked[rank], share, copied[rank]), share, norm))
+        records.append(fill_record(blank_record(SHAPE, head_of(SHAPE, rank, step, asked[rank], copied[rank]), share), share, norm))
     return torch.cat(records).numpy().tobytes()
 
 
@@ -214,7 +214,7 @@ def test_losses_and_norm_come_from_the_members_that_report_them(axis: str, speak
                 share.counts.append(torch.tensor(100 * rank + round_))
                 share.samples.append((round_ * 2 + rank // 2,))
             records.append(
-                fill_record(blank_record(shape, rank, 7, 0, share, NO_COPIES), share, torch.tensor(float(rank), dtype=torch.float64))
+                fill_record(blank_record(shape, head_of(shape, rank, 7, 0), share), share, torch.tensor(float(rank), dtype=torch.float64))
             )
         outcome = conclude(shape, 7, torch.cat(records).numpy().tobytes())
     first, second = speakers
@@ -239,7 +239,7 @@ def test_a_count_that_is_no_number_of_terms_is_no_outcome(wrong: float) -> None:
                 share.counts.append(torch.tensor(wrong if index is None else counts[index]))
                 share.samples.append(() if index is None else (index, index + 1))
             norm = torch.ones((), dtype=torch.float64)
-            records.append(fill_record(blank_record(SHAPE, rank, 7, 0, share), share, norm))
+            records.append(fill_record(blank_record(SHAPE, head_of(SHAPE, rank, 7, 0), share), share, norm))
         return conclude(SHAPE, 7, torch.cat(records).numpy().tobytes())
 
     assert concluded().counts == (7,) * SHAPE.microbatches
@@ -281,7 +281,9 @@ def test_a_norm_that_is_not_finite_on_one_member_is_said_to_all(member: int, wro
         records = []
         for rank, norm in enumerate(norms):
             share = Share([torch.ones(())] * SHAPE.rounds, [torch.ones(())] * SHAPE.rounds, [(1, 2)] * SHAPE.rounds)
-            records.append(fill_record(blank_record(SHAPE, rank, 7, 0, share), share, torch.tensor(norm, dtype=torch.float64)))
+            records.append(
+                fill_record(blank_record(SHAPE, head_of(SHAPE, rank, 7, 0), share), share, torch.tensor(norm, dtype=torch.float64))
+            )
         return conclude(SHAPE, 7, torch.cat(records).numpy().tobytes()).finite
 
     assert finite([3.0, 3.0, 3.0])

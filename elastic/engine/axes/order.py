@@ -73,7 +73,7 @@ class Order:
         """Returns a number that all members share if they have begun the same.  The commit comes next."""
         _, begun = self._notes
         begun.append(COMMIT)
-        return float(int.from_bytes(hashlib.blake2b(begun.tobytes(), digest_size=DIGEST).digest(), "little"))
+        return float(_digest(begun))
 
     def committed(self) -> None:
         """Begins a new list of notes: all members have had the same ones."""
@@ -124,9 +124,9 @@ class Order:
     def _tell(self, where: str) -> None:
         """Puts this member's notes into the store of the world, and then their number of commits and their digest."""
         commits, begun = self._notes
-        said = json.dumps([*begun])
-        self.world.store.set(f"{where}/{self.world.rank}/notes", f"{commits} {said}")
-        self.world.store.set(f"{where}/{self.world.rank}", f"{commits} {hashlib.blake2b(said.encode(), digest_size=DIGEST).hexdigest()}")
+        begun = begun[:]  # another thread adds to it
+        self.world.store.set(f"{where}/{self.world.rank}/notes", f"{commits} {begun.tolist()}")
+        self.world.store.set(f"{where}/{self.world.rank}", f"{commits} {_digest(begun)}")
 
     def _difference(self, where: str) -> str:
         """Returns the first difference of the notes that are in the store; "" if there is none."""
@@ -144,6 +144,10 @@ class Order:
             if int(told) == commits:  # it may have gone on
                 notes[rank] = json.loads(listed)
         return difference(notes, self.words, {ranks[0]: ranks for ranks in alike.values()})
+
+
+def _digest(begun: array[int]) -> int:
+    return int.from_bytes(hashlib.blake2b(begun.tobytes(), digest_size=DIGEST).digest(), "little")
 
 
 def difference(notes: Mapping[int, Sequence[int]], words: Sequence[str], alike: Mapping[int, Sequence[int]] | None = None) -> str:

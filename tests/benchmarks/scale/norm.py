@@ -15,7 +15,7 @@ import torch
 from elastic.engine.norm import squared_norm
 from elastic.engine.world import World
 from elastic.plan.layout import Layout
-from elastic.protocol.commit_record import CommitShape, conclude
+from elastic.protocol.commit_record import CommitShape, conclude, head_of
 from elastic.train.step import Share, blank_record, fill_record
 from tests.support.live import Live
 
@@ -55,7 +55,7 @@ def measure(n: int) -> dict[str, float]:
     shape = CommitShape(incarnation=1, generation=1, microbatches=4 * n, microbatch=1, layout=Layout(-(-n // 8), 8))
     norm = torch.ones((), dtype=torch.float64)
     said = Share([torch.ones(())] * shape.rounds, [torch.ones((), dtype=torch.int64)] * shape.rounds, [(5,)] * shape.rounds)
-    records = torch.cat([fill_record(blank_record(shape, rank, 1, 0, said), said, norm) for rank in range(shape.world)])
+    records = torch.cat([fill_record(blank_record(shape, head_of(shape, rank, 1, 0), said), said, norm) for rank in range(shape.world)])
     gathered = records.numpy().tobytes()
     conclude(shape, 1, gathered)
     times = []

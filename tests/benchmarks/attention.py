@@ -1,6 +1,6 @@
 """Measures forward and backward of causal attention, [1, heads, seq, dim] with shared keys and values, for each backend of this machine.
 
-    python -m tests.benchmarks.attention [--sizes 1b 8b] [--seq 8192] [NAME ...]
+    python -m tests.benchmarks.attention [--sizes 1b 8b] [--seq 8192] [--dtype float32] [NAME ...]
 
 Each backend runs in a process of its own, so that a kernel that breaks its device spoils one row.  Prints a line of JSON for each row and a
 table: milliseconds, TFLOP/s (of the causal half), whether five passes had the same bits, and the largest difference from plain math in
@@ -114,6 +114,9 @@ BACKENDS: dict[str, tuple[Callable[[], Attend], bool]] = {
     "cuDNN, deterministic": (partial(sdpa, SDPBackend.CUDNN_ATTENTION), True),
     "flash-2": (partial(sdpa, SDPBackend.FLASH_ATTENTION), False),
     "flash-2, deterministic": (partial(sdpa, SDPBackend.FLASH_ATTENTION), True),
+    "efficient": (partial(sdpa, SDPBackend.EFFICIENT_ATTENTION), False),
+    "efficient, deterministic": (partial(sdpa, SDPBackend.EFFICIENT_ATTENTION), True),
+    "math, deterministic": (partial(sdpa, SDPBackend.MATH), True),
     "FlexAttention, our tiles": (ours, True),
     "FlexAttention, torch's tiles": (partial(flex, None), True),
     "FlexAttention over flash-4": (partial(flex, {"BACKEND": "FLASH"}), False),
@@ -182,7 +185,8 @@ def reason(error: Exception) -> str:
 def rows_of(name: str, options: argparse.Namespace) -> dict[str, Row]:
     """Measures one backend in this process, at each size.  Whatever it raises is a row, since a backend may lack anything."""
     make, deterministic = BACKENDS[name]
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     rows: dict[str, Row] = {}
@@ -207,6 +211,7 @@ def apart(name: str, options: argparse.Namespace) -> dict[str, Row]:
         str(options.seq),
         "--sizes",
         *options.sizes,
+        *(("--dtype", options.dtype) if options.dtype else ()),
         "--",
         name,
     ]
@@ -245,6 +250,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {'; '.join(BACKENDS)}")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1b", "8b"])
     parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="bfloat16 on a GPU, float32 on a CPU if it is left out")
     parser.add_argument("--here", action="store_true", help="one backend, in this process")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()

@@ -20,7 +20,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 from contextlib import suppress
 from itertools import pairwise
@@ -180,9 +179,11 @@ def main() -> int:
     parser.add_argument("--ours", type=json.loads, default={}, help="more settings of our jobs, as JSON")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "tests/benchmarks/results")))
     options = parser.parse_args()
+    if options.steps < SETTLED + 2:
+        parser.error(f"--steps {options.steps}: the first {SETTLED} settle, and two more make one time; take {SETTLED + 2} or more")
     options.gpus = int(torch.cuda.is_available())
     folder, rows = Path(mkdtemp()), dict[str, Row]()
-    prepare(Path(sysconfig.get_path("stdlib")) / "asyncio", str(folder / "tokens"), (".py",))
+    prepare(Path(torch.__file__).parent / "nn", str(folder / "tokens"), (".py",))
     for name in options.names:
         rows[name] = loop(name, options) if name in LOOPS else ours(name, folder, options)
         shutil.rmtree(folder / "bucket", ignore_errors=True)  # checkpoints of several rows would fill a disk

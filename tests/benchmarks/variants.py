@@ -104,6 +104,8 @@ def train(job: Job) -> dict[str, Any]:
     def show(line: Line) -> None:
         if isinstance(line, StepLine):
             steps.append(line)
+            if line.step % 20 == 1:
+                print(f"{time.time() - began:8.1f} s  {job.name}: step {line.step}, loss {line.loss:.4f}", file=sys.stderr, flush=True)
         elif isinstance(line, Sentence):
             print(f"{time.time() - began:8.1f} s  {job.name}: {line.text[:300]}", file=sys.stderr, flush=True)
 

@@ -29,7 +29,7 @@ from actors.relay import Outbox, gone_for_good
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
-from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed
+from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed, Starting
 from elastic.protocol.member import Member
 from elastic.runs import forks
 from elastic.threads import go_or_end
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 DISMISSED_S = EXAMINE_S + 2
 """Seconds after which a worker that the run has given up ends itself: if it is to be examined and killed, that comes first."""
+BLOCK = 512
+"""Bytes of a block in the ``st_blocks`` of a file."""
 AT_ONCE = ("held_gil", "clock_skew", "memory_hog")
 """Faults that strike the process whichever of its threads performs them."""
 
@@ -74,7 +76,7 @@ class Worker:
         self.apply_fence = ApplyFence(Member(worker, job.deadlines.lease_s))
         self.trainer: Trainer | None = None
         self._joined: Joined | None = None
-        self._begun = False
+        self._begun, self._doing = False, "imports its libraries"
         unused = threading.Timer(2 * job.deadlines.lease_s, self._leave_unused)
         unused.daemon = True
         unused.start()
@@ -85,6 +87,7 @@ class Worker:
         if self._begun:
             return
         self._begun = True
+        go_or_end(self._tell_how_far, "start")
         from elastic.plan.placement import bytes_by_class, classes_of
         from elastic.train.loop import Trainer
         from elastic.train.machine import compilers
@@ -95,15 +98,18 @@ class Worker:
         from storage.objects import ObjectStore
 
         try:
+            self._doing = "opens its data"
             self.job = self.code.restore(self.job)
             device = prepare_process(self.job, ray.util.get_node_ip_address())
             session = make_session(self.job, self.counters)
+            self._doing = "builds the model"
             model = build_model(self.job, session.builder)
             session.job, tensors = in_its_stage(self.job, model), tensors_of(model, session.rule)
             classes = classes_of(tensors)
             session.secret = self.secret
             least, states = fitting_shard(session.job, tensors, device), states_fitting(self.job, tensors)
             shared = ceil(cluster.workers_here(self.job.workers) / states)
+            self._doing = "takes memory for copies and saves"
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least, shared)
             build = replace(build_of(session), host=cluster.host())
         except (Unavailable, NoRoomYet) as error:  # by the next start, the store may answer or the memory may be free
@@ -116,9 +122,11 @@ class Worker:
         checkpoints = forks.checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
         compiled = compilers.place(self.job, build.code, kind_of(device, self.job.attention), compiled_folder())
+        self._doing = "warms up"
         try:
             with compiled.kept(self.peers, self.secret) if compiled else contextlib.nullcontext():
                 took = choose_recompute(session, tensors, device)
+            self._doing = "waits for its memory for copies and saves"
             session.snapshots.ready()
             go_or_end(self._keep_lease, "lease")
             least = fitting_shard(session.job, tensors, device, took)
@@ -133,6 +141,20 @@ class Worker:
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)
         self._end(self.trainer)
+
+    def _tell_how_far(self) -> None:
+        """Tells the coordinator, four times in ``form_s``, that this worker gets further, until it joins or stands still.
+
+        Memory comes at a gigabyte a second where it comes slowly, so copies of a large model may take minutes.
+        """
+        told: object = None
+        while self._joined is None:
+            time.sleep(self.job.deadlines.form_s / 4)
+            copies = self.counters["copies"]
+            seen = self._doing, os.fstat(copies).st_blocks if copies else 0
+            if seen != told and self._joined is None:
+                self.report(Starting(self.worker, f"{seen[0]}, {seen[1] * BLOCK / 1e9:.1f} GB so far" if seen[1] else seen[0]))
+            told = seen
 
     def _wait_for_keeper(self) -> None:
         """Waits for the node's keeper, which makes the run's folder.  Ends the process after two leases: the run may be over."""

@@ -367,7 +367,9 @@ class Deadlines(Part):
     """Deadlines in seconds.  They are the last resort: a loss that is known for certain is acted on at once."""
 
     form_s: Free[Seconds] = 120
-    """Time from sending a plan until every member must be ready.  It begins anew while a new run's workers initialise and get further."""
+    """Time from sending a plan until every member must be ready, and from asking for a worker until it must have joined.  It begins anew
+    while a new run's workers initialise and get further, and while a worker that starts gets further: takes memory, compiles.
+    """
     fence_s: Free[Seconds] = 10
     """Time from a fence until a member that has not answered is expelled."""
     stall_s: Free[Seconds] = 60

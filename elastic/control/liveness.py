@@ -56,6 +56,14 @@ class Heard:
 
 
 @dataclass(frozen=True)
+class Start:
+    """A worker that is being started was heard at the time ``at``; it had got further, and did what ``doing`` says."""
+
+    at: float
+    doing: str
+
+
+@dataclass(frozen=True)
 class Watch:
     """A world's pace, and the times at which its members and keepers were last heard."""
 
@@ -79,6 +87,8 @@ class Watch:
     """The time of the last beat that said that a part of a save is being written."""
     reform_s: float = 0.0
     """Recent time in seconds from a plan to ``Go``: an average in which the last one counts one half."""
+    starts: dict[WorkerId, Start] = field(default_factory=dict)
+    """The workers that are slow to start: what each has told last."""
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ from elastic.protocol.events import (
     SaveFailed,
     ShardSaved,
     StartFailed,
+    Starting,
     StepDone,
     StopRequested,
     Stumbled,
@@ -105,6 +106,8 @@ def _take(decision: Decision, event: Fact) -> None:
             admission.joined(decision, event)
         case Lost():
             _lost(decision, event)
+        case Starting():
+            membership.starting(decision, event)
         case StartFailed():
             membership.start_failed(decision, event)
         case NodeFound():

@@ -11,12 +11,12 @@ from itertools import takewhile
 from elastic.control import growth, saves
 from elastic.control.decision import Decision, count, names
 from elastic.control.evolve import evolve
-from elastic.control.liveness import forgotten, silent
+from elastic.control.liveness import Start, forgotten, silent
 from elastic.control.run import Finishing, Host
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Kill, StartWorkers
-from elastic.protocol.events import Capacity, KeeperUp, StartFailed
+from elastic.protocol.events import Capacity, KeeperUp, StartFailed, Starting
 
 # ---- workers that are started
 
@@ -29,6 +29,24 @@ def start_failed(decision: Decision, event: StartFailed) -> None:
     decision.do(Kill((event.worker,), "it did not start"))
     decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)
     decision.say(f"{event.worker} did not start ({event.reason})")
+
+
+def starting(decision: Decision, event: Starting) -> None:
+    """Gives the worker ``form_s`` from now on to get further or to join: only standing still is limited."""
+    asked, starts = decision.run.members.starting, decision.run.watch.starts
+    if event.worker not in asked:
+        return decision.refuse(f"{event.worker} is not being started")
+    if not starts.keys() & asked.keys():
+        decision.say(f"{event.worker} takes its time to start, as others may: it {event.doing}")
+    there = {worker: known for worker, known in starts.items() if worker in asked}
+    decision.know("watch", starts={**there, event.worker: Start(decision.now, event.doing)})
+
+
+def get_further(decision: Decision, asked_before: float) -> bool:
+    """Returns whether a worker that was asked for before that time is slow to start, but does not stand still."""
+    asked, form_s = decision.run.members.starting, decision.rules.form_s
+    starts = decision.run.watch.starts.items()
+    return any(asked.get(worker, asked_before) < asked_before and not decision.due(known.at + form_s) for worker, known in starts)
 
 
 def capacity(decision: Decision, event: Capacity) -> None:
@@ -58,15 +76,17 @@ def start_workers(decision: Decision) -> None:
 
 
 def _forget_the_late(decision: Decision) -> None:
-    """Gives up and kills workers that have not joined within ``form_s``."""
-    form_s = decision.rules.form_s
-    starting = decision.run.members.starting.items()  # who was asked for first comes first
-    late = tuple(worker for worker, _ in takewhile(lambda each: decision.due(each[1] + form_s), starting))
+    """Gives up and kills workers that have neither joined nor got further for ``form_s``."""
+    form_s, starts = decision.rules.form_s, decision.run.watch.starts
+    asked = decision.run.members.starting.items()  # who was asked for first comes first
+    slow = [worker for worker, _ in takewhile(lambda each: decision.due(each[1] + form_s), asked)]
+    late = tuple(worker for worker in slow if worker not in starts or decision.due(starts[worker].at + form_s))
     for worker in late:
         del decision.open("members", "starting")[worker]
     if late:
-        decision.do(Kill(late, f"not there {form_s:g} s after it was asked for"))
-        decision.say(f"{names(late)} did not join within {form_s:g} s")
+        did = next((f"; {worker} {starts[worker].doing}" for worker in late if worker in starts), "")
+        decision.do(Kill(late, f"it neither joined nor got further for {form_s:g} s"))
+        decision.say(f"{names(late)} neither joined nor got further for {form_s:g} s{did}")
 
 
 def number_of(worker: WorkerId) -> int:

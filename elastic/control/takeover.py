@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from elastic.control import copy_inventory, edges, membership, saves, stopping
 from elastic.control.decision import Decision, count, names
-from elastic.control.liveness import Watch
+from elastic.control.liveness import Start, Watch
 from elastic.control.run import NEVER, Finishing, Forming, Running, Saves, Saving, Stopping, Waiting
 from elastic.ids import WorkerId
 from elastic.protocol.actions import Fence, Form, Go, Kill, Pause
@@ -73,6 +73,7 @@ def stood(decision: Decision, event: Tick) -> None:
         stepped_at=run.watch.stepped_at + later_s,
         uploaded_at=run.watch.uploaded_at + later_s,
         lease_until=max(run.watch.lease_until, granted_until),
+        starts={worker: replace(known, at=known.at + later_s) for worker, known in run.watch.starts.items()},
     )
     decision.know(saves=Saves(tuple(_later(each, later_s) for each in run.saves.pending)))
     decision.know("members", starting={worker: asked_at + later_s for worker, asked_at in run.members.starting.items()})
@@ -92,7 +93,10 @@ def _forgive_the_silence(decision: Decision) -> None:
     """
     run, now, rules = decision.run, decision.now, decision.rules
     lease_until = now + rules.coordinator_lease_over_s + rules.lease_over_s if run.plan is not None else run.watch.lease_until
-    watch = Watch(moved_at=now, stepped_at=now, step_s=run.watch.step_s, lease_until=lease_until, reform_s=run.watch.reform_s)
+    starts = {worker: Start(now, "was not heard yet by this coordinator") for worker in run.members.starting}
+    watch = Watch(
+        moved_at=now, stepped_at=now, step_s=run.watch.step_s, lease_until=lease_until, reform_s=run.watch.reform_s, starts=starts
+    )
     # the keepers know which parts are uploaded
     again = tuple(replace(each, reported=(), refused=(), ask_at=0.0).heard(now) for each in run.saves.pending)
     decision.know(watch=watch, saves=Saves(again))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic.control import edges
+from elastic.control import edges, membership
 from elastic.control.decision import Decision, count
 from elastic.control.growth import expects_more
 from elastic.control.run import Failed, Finished, Refusal, Waiting
@@ -29,7 +29,7 @@ def go_on(decision: Decision, state: Waiting) -> None:
         edges.form(decision)
     if not isinstance(decision.run.state, Waiting):
         return
-    if waited:
+    if waited and not membership.get_further(decision, state.since + rules.wait_s):
         edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, state, there)}"))
     elif not begun and _only_refused_are_left(decision, state):
         none, fault = "no node has room for a worker that can be a member", _of_job([*run.cluster.refused.values()])

@@ -52,6 +52,14 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Starting:
+    """A worker that was asked for has not joined yet, and has got further since it last said so.  ``doing`` says in words what it does."""
+
+    worker: WorkerId
+    doing: str
+
+
+@dataclass(frozen=True)
 class StartFailed:
     """A worker that was asked for did not come up, so it never sent ``Joined``."""
 
@@ -378,6 +386,7 @@ class Tick:
 Fact = (
     Joined
     | Lost
+    | Starting
     | StartFailed
     | NodeFound
     | NodeRefused

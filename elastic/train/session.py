@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -73,6 +74,9 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 and NCCL finds no memory."""
 
 
+COMES_S = 5.0
+"""Seconds within which more of a node's memory must become free, or no more is coming.  The system needs half a minute to give back what a
+large process had that was killed."""
 IN_MEMORY = ("tmpfs", "ramfs")
 """Filesystems whose files are in memory."""
 OVER_A_NETWORK = (
@@ -255,24 +259,31 @@ def make_snapshots(
     the node has the memory.  They begin as in a world of ``shared`` or more.
 
     Raises :class:`JobError` if this node, beside the copies of its other workers, has no room for its shard in a world of ``workers.max``.
-    Raises :class:`NoRoomYet` if it may have room once the memory of dead workers is given back.
+    Raises :class:`NoRoomYet` if it may have room once the memory of dead workers is given back.  As long as memory comes back, it waits.
     """
     layouts = job.layouts(least)
     rule = job.rules()
     slot_bytes, slot_blocks = slot_sizes(tensors, distinct_cells(min(layouts, key=number_of_cells)))
     smallest = _shard_bytes(tensors, job.layouts(min(max(least, shared), job.workers.max))[-1])
     own, slots = (count(rule.copy_every, rule.buddy_every, offload=job.offloads) for count in (slots_for, slots_a_worker))
-    with alone():
-        folder = job.offload_folder
-        (free, where), (coming, kept) = (free_disk(folder), copies_here(folder)) if folder else (free_memory(), copies_here())
-        if not folder and (hosted := need_of(job, tensors).hosted):
-            free, where = free - hosted, f"{where}, less {amount(hosted)} for weights with which the model computes,"
-        needed, left = slots * smallest, max(free - coming, 0)
-        if why := no_room(job.copies.copy_every, needed, left, where, slots, offload=job.offloads, folder=folder):
+    folder, hosted, most, since = job.offload_folder, need_of(job, tensors).hosted, 0, time.monotonic()
+    while True:
+        with alone():
+            (free, where), (coming, kept) = (free_disk(folder), copies_here(folder)) if folder else (free_memory(), copies_here())
+            if not folder and hosted:
+                free, where = free - hosted, f"{where}, less {amount(hosted)} for weights with which the model computes,"
+            needed, left = slots * smallest, max(free - coming, 0)
+            why = no_room(job.copies.copy_every, needed, left, where, slots, offload=job.offloads, folder=folder)
+            if not why:
+                region = Region.create(own, slot_bytes, slot_blocks, tensors, folder)
+                region["wanted"] = own * smallest
+                counters["copies"] = region.descriptor
+                break
+        if left > most + needed // 100:
+            most, since = left, time.monotonic()
+        if time.monotonic() - since >= COMES_S:
             raise (NoRoomYet if needed <= left + kept else JobError)(why)
-        region = Region.create(own, slot_bytes, slot_blocks, tensors, folder)
-        region["wanted"] = own * smallest
-        counters["copies"] = region.descriptor
+        time.sleep(COMES_S / 10)
     if device.type == "cuda" and not folder and (little := little_lockable(own * slot_bytes, lockable_memory())):
         print(little, flush=True)
 

@@ -365,3 +365,51 @@ def test_who_becomes_unfit_is_no_candidate_within_the_same_decision() -> None:
     assert candidates(decision.run, play.rules) == ("w2", "w3"), "the control"
     membership.unfit(decision, WorkerId("w2"), "a test")
     assert candidates(decision.run, play.rules) == ("w3",)
+
+
+def test_form_s_does_not_limit_a_start_that_gets_further() -> None:
+    """A worker may take memory for minutes, or compile; only one that stands still is killed.  The control: w2, which says nothing."""
+    play = begun()
+    assert list(play.run.members.starting) == ["w1", "w2"]
+    play.later(8.0)
+    assert play.tell(ev.Starting(WorkerId("w1"), "takes memory")) == "w1 takes its time to start, as others may: it takes memory"
+    assert play.later(22.0) == "w2 neither joined nor got further for 30 s" and list(play.run.members.starting) == ["w1"]
+    for _ in range(5):
+        assert play.tell(ev.Starting(WorkerId("w1"), "compiles")) == ""
+        assert play.later(29.0) == "" and "w1" in play.run.members.starting
+    assert play.later(1.0) == "w1 neither joined nor got further for 30 s; w1 compiles"
+    assert play.did(Kill) == [Kill((WorkerId("w1"),), "it neither joined nor got further for 30 s")]
+    assert "is not being started" in str(play.tell(ev.Starting(WorkerId("w1"), "compiles")) or play.last.refusals)
+
+
+def test_a_run_waits_longer_than_wait_s_for_workers_that_get_further() -> None:
+    """Each of those that it waits for is limited by its own standing still.  The control: those asked for later prolong nothing."""
+    play = begun(slots=1, wait_s=60.0)
+    for _ in range(6):
+        play.tell(ev.Starting(WorkerId("w1"), "takes memory"))
+        assert play.later(20.0) == "" and isinstance(play.run.state, Waiting)
+    play.tell(ev.StartFailed(WorkerId("w1"), "no room"))
+    assert isinstance(play.run.state, Failed)
+
+    late = begun(slots=0, wait_s=60.0)
+    late.later(59.0)
+    late.tell(ev.Capacity(1))
+    late.tell(ev.Starting(WorkerId("w1"), "takes memory"))
+    late.later(1.0)
+    assert isinstance(late.run.state, Waiting), "it was asked for before"
+    other = begun(slots=1, wait_s=60.0)
+    other.later(31.0)
+    other.tell(ev.Capacity(1))
+    other.later(31.0)
+    assert isinstance(other.run.state, Failed), "nobody has told anything"
+
+
+def test_the_next_coordinator_gives_a_slow_start_its_time_anew() -> None:
+    """It has heard of nobody yet.  The control: it does not wait longer than that."""
+    play = begun(slots=1)
+    play.tell(ev.Starting(WorkerId("w1"), "takes memory"))
+    play.later(29.0)
+    play.tell(ev.Recovered(play.run.incarnation + 1, (WorkerId("w1"),), (NodeId("n1"), NodeId("n2"))))
+    play.later(29.0)
+    assert "w1" in play.run.members.starting
+    assert "w1 neither joined nor got further for 30 s" in play.later(1.0)

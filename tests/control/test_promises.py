@@ -64,6 +64,7 @@ def any_fact(rng: Random, run: RunState) -> ev.Fact:
             ev.Fenced(member, generation, held, rng.choice((None, step)), seen),
             ev.Lost(worker, "died") if rng.random() < 0.3 else ev.Tick(),
             ev.StartFailed(worker, "no room"),
+            ev.Starting(worker, "compiles"),
             ev.KeeperUp(node),
             ev.KeeperLost(node, "died") if rng.random() < 0.2 else ev.KeeperUp(node),
             ev.Capacity(rng.randint(0, 3)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -93,6 +94,7 @@ def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(session, "copies_here", lambda: (copies_here()[0] - before, taken))
 
     free(2)
+    monkeypatch.setattr(session, "COMES_S", 0.05)
     with pytest.raises(
         JobError, match=r"^copies\.copy_every = 3: this worker's copies and saves take .* raise the limit by .* \(on Kubernetes resources"
     ):
@@ -107,6 +109,24 @@ def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: p
     assert copies_here()[0] - before <= 5 * PAGE and copies_here()[1] - kept >= size - 5 * PAGE, "written, and nobody else has it open"
     free(2)
     assert make_snapshots(job, tensors, cpu, counters[1], Faults(())).region.slots == first.region.slots
+
+
+def test_a_start_waits_while_memory_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system takes long to give back what a killed process had, and nobody else holds it then: the node is not refused for that.
+    The control: memory that is not there and does not come."""
+    job = toy_job(tmp_path, copies={"copy_every": 3, "buddy_every": 0})
+    tensors, counters = tensors_of(build_model(job, builder_of(job)), rule_of(job)), Counters(tmp_path / "w1", create=True)
+    needed = 3 * bytes_of(tensors)
+    monkeypatch.setattr(session, "COMES_S", 2.0)
+    monkeypatch.setattr(session, "copies_here", lambda: (0, 0))
+    for shares, fits in (((0.2, 0.2, 0.5, 0.5, 0.9, 1.5), True), ((0.2, 0.5, 0.5), False)):
+        left = list(shares)
+        monkeypatch.setattr(
+            session, "free_memory", lambda left=left: (int(needed * (left.pop(0) if len(left) > 1 else left[0])), "the node (MemAvailable)")
+        )
+        with contextlib.nullcontext() if fits else pytest.raises(JobError, match="leaves only"):
+            assert make_snapshots(job, tensors, torch.device("cpu"), counters, Faults(())).region.slots == 3
+        assert len(left) == 1
 
 
 def test_slots_are_not_sized_for_the_smallest_permitted_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,11 +315,12 @@ def test_slots_follow_the_shards_that_a_device_needs(tmp_path: Path, monkeypatch
     assert job.layouts(9) == job.layouts(), "no layout has so many"
     tensors, counters = tensors_of(build_model(job, builder_of(job)), rule_of(job)), Counters(tmp_path / "w1", create=True)
     asked = list[int]()
+    monkeypatch.setattr(session, "COMES_S", 0.0)
     monkeypatch.setattr(session, "no_room", lambda every, needed, left, where, slots, **_: asked.append(needed // slots) or "no room")
     for least in (1, 3):
         with pytest.raises((JobError, NoRoomYet), match="no room"):
             make_snapshots(job, tensors, torch.device("cpu"), counters, Faults(()), least)
-    assert asked[0] >= bytes_of(tensors) > 3 * asked[1]
+    assert asked[0] >= bytes_of(tensors) > 3 * asked[-1]
 
 
 def of_device(changes: dict[str, Any], bytes_a_parameter: float) -> tuple[Job, tuple[Tensor, ...], torch.device]:

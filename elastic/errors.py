@@ -4,7 +4,8 @@
     ├── JobError             1   the job cannot work: the message names the setting, its value and the fix
     │   ├── CodeError            code that the job names cannot be imported
     │   ├── ModelError           the model breaks its contract
-    │   │   └── LossError        the loss breaks its contract
+    │   │   ├── LossError        the loss breaks its contract
+    │   │   └── BufferChanged    forward or backward changes a buffer
     │   ├── LoopError            the user's loop breaks its contract
     │   └── DataError            the dataset breaks its contract, or cannot be read
     ├── WorldBroken          2   a collective failed: a peer is gone, or the world was aborted
@@ -54,6 +55,10 @@ class ModelError(JobError):
 
 class LossError(ModelError):
     """``loss`` names a function that does not return a sum over the terms of a microbatch and their number."""
+
+
+class BufferChanged(ModelError):
+    """Forward or backward of the model changes a buffer, whose value would then depend on which worker computed which microbatch."""
 
 
 class LoopError(JobError):

@@ -203,6 +203,8 @@ class State:
         places = ((name, *name.rpartition(".")[::2]) for name, _ in self.model.named_buffers())
         self._buffers = [(name, self.model.get_submodule(owner), key) for name, owner, key in places]
         self._modules, self._put_into_training = [*self.model.modules()], False
+        self.tried = False
+        """True once a microbatch was computed."""
         local = self.parameters.parts
         self.trained = {name: part for name, part in local.items() if name in self.parameters.trained}
         cell = cell_of(world.layout, world.rank)
@@ -298,3 +300,10 @@ class State:
         """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""
         found = ((name, module._buffers.get(key)) for name, module, key in self._buffers)
         return {name: (buffer.data_ptr(), buffer._version) for name, buffer in found if buffer is not None}
+
+    def buffer_values(self) -> dict[str, torch.Tensor]:
+        """Returns copies of the bytes of all buffers by name.  They tell what torch does not count: ``.data``, and what ``F.batch_norm``
+        writes into the statistics that it gets.
+        """
+        found = ((name, module._buffers.get(key)) for name, module, key in self._buffers)
+        return {name: buffer.detach().flatten().view(torch.uint8).clone() for name, buffer in found if buffer is not None}

@@ -23,7 +23,7 @@ from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.optim.schedule import own_rate_of
 from elastic.engine.world import TO_HOST, World
-from elastic.errors import LoopError, LossError, ModelError
+from elastic.errors import BufferChanged, LoopError, LossError, ModelError
 from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
@@ -228,6 +228,7 @@ class Step:
         world, job = state.world, session.job
         state.train()
         self._marks, deal = state.buffer_marks(), state.sync.begin_step(self._shape.microbatches)
+        self._values = state.buffer_values() if world.size == 1 and not state.tried else None  # others have tried it in their warm-up
         self._rounds = deal.rounds
         session.counters.at("reads data")
         for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):
@@ -267,7 +268,8 @@ class Step:
             tell_of_views(error)
             raise
         state.parameters.end_round()
-        refuse_changes(self._marks, state)
+        refuse_changes(self._marks, state, self._values)
+        self._values, state.tried = None, True
         share.samples.append(self._ids if index is not None else ())
         session.counters["microbatch"] = len(share.losses)
         session.counters["microbatches_run"] += index is not None
@@ -332,11 +334,14 @@ def loss_of(
     return expect_sum(named, returned, session.job.model)
 
 
-def refuse_changes(before: dict[str, tuple[int, int]], state: State) -> None:
-    """Raises :class:`ModelError` if a buffer is not as its mark in ``before`` says."""
+def refuse_changes(before: dict[str, tuple[int, int]], state: State, values: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Raises :class:`BufferChanged` if a buffer is not as its mark in ``before`` says, or if it has other ``values`` than these, for which
+    the host waits for the device.
+    """
+    now = {} if values is None else state.buffer_values()
     for name, mark in state.buffer_marks().items():
-        if mark != before.get(name):
-            raise ModelError(
+        if mark != before.get(name) or (values is not None and not torch.equal(now[name], values[name])):
+            raise BufferChanged(
                 f"forward or backward changed the buffer {name!r} of {state.job.model!r}.  Its value would depend on which worker "
                 f"computed which microbatch, so the result would depend on the number of workers.  Keep it out of the model.  In place of "
                 f"a norm with statistics of its own use nn.BatchNorm1d, 2d or 3d, whose statistics the engine keeps, or a LayerNorm, "

@@ -16,7 +16,7 @@ import torch
 
 from elastic.engine.norm import squared_norm
 from elastic.engine.world import World
-from elastic.errors import JobError, LossError
+from elastic.errors import BufferChanged, JobError, LossError
 from elastic.ids import Version
 from elastic.plan.layout import Layout
 from elastic.plan.memory import first_roomy
@@ -25,8 +25,8 @@ from elastic.protocol.copy_schedule import Copy
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.train.contract import check_loss
 from elastic.train.machine.device import fitting_shard, fitting_whole, memory_of, most_shards, policies_of
-from elastic.train.model import State
-from elastic.train.step import Session, loss_of
+from elastic.train.model import BUFFERS, State
+from elastic.train.step import Session, loss_of, refuse_changes
 from storage.slices import Tensor
 
 
@@ -36,7 +36,7 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
     ``tensors`` are those of the state.
 
     Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU, and if it failed.  Raises :class:`LossError` if
-    the loss breaks its contract.
+    the loss breaks its contract, and :class:`BufferChanged` if forward or backward changes a buffer.
     """
     began, took = time.monotonic(), 0
     try:
@@ -53,7 +53,7 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
             for staging_stream in [StagingStream(device, number) for number in range(STREAMS)]:
                 with staging_stream:
                     pass
-    except LossError:
+    except (BufferChanged, LossError):
         raise
     except Exception:  # a boundary: the user's code may raise anything
         print(f"not warmed up:\n{traceback.format_exc()}", flush=True)
@@ -139,18 +139,20 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
         home = session.snapshots.home(Copy(Version(0, 0), cell_of(world.layout, world.rank)), (), adopt=False)
     state = State(session.job.in_stage(zero), session.builder, session.rule, world, Version(0, 0), home)
     with torch.no_grad():
-        for value in state.shard.values.values():
-            value.zero_()
+        for (kind, _), value in state.shard.values.items():
+            value.fill_(0.5 if kind in BUFFERS and value.is_floating_point() else 0)  # averages of zeros would not change
         if home is not None:
             home.sums.zero_()  # the digests of zeros
     batch = session.loader.read(session.cursor.some_ids(session.job.microbatch_size))
     state.model.train()
+    marks, values = state.buffer_marks(), state.buffer_values()
     state.sync.begin_step(1)
     state.parameters.begin_round(0, last=True)
     loss, _ = loss_of(session, state.model, {name: value.to(world.device) for name, value in batch.items()})
     state.parameters.end_forward()
     loss.backward()
     state.parameters.end_round()
+    refuse_changes(marks, state, values)
     grads = state.parameters.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
     if state.optimizer.rule.prepare is not None:

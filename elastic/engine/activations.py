@@ -259,8 +259,11 @@ class _Copy:
         """The memory itself, until the next block has run."""
         self.back: Tensor | None = None
         hosts, size = host_memory(pinned=source.is_cuda), source.untyped_storage().nbytes()
-        self.host = hosts.take(size)
-        weakref.finalize(self, hosts.give, self.host)
+        # A power of two: microbatches of other lengths take other sizes, each of which would stay for ever.  It costs nothing more, since
+        # torch pins memory in powers of two anyway, and memory that is not pinned is there only once it is written.
+        whole = hosts.take(1 << (size - 1).bit_length())
+        self.host = whole[:size]
+        weakref.finalize(self, hosts.give, whole)
 
     def found(self) -> Tensor:
         """Returns the memory itself.  Raises RuntimeError if it was changed; without hooks autograd raises it in the backward pass."""

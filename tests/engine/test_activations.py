@@ -58,6 +58,23 @@ def living(kept: str, recompute: str, layers: int) -> int:
     return found
 
 
+@pytest.mark.fast
+def test_microbatches_of_all_lengths_share_the_memory_of_the_host() -> None:
+    """F6: after short and long ones, the host's memory is at most four times that which the longest takes alone; the control is that of
+    all lengths together, which grew with each new one.
+    """
+
+    def taken(*lengths: int) -> int:
+        host_memory(pinned=False).free.clear()
+        for length in lengths:
+            model(torch.arange(length)[None] % 17).square().sum().backward()
+        return sum(host.untyped_storage().nbytes() for each in host_memory(pinned=False).free.values() for host in each)
+
+    model, lengths = with_activations("offload", "none", 2), range(8, 129, 8)
+    longest, together = taken(lengths[-1]), sum(map(taken, lengths))
+    assert longest <= taken(*lengths) <= 4 * longest < together
+
+
 def a_layer(kept: str, recompute: str) -> float:
     """Returns the bytes that one more layer keeps."""
     return (living(kept, recompute, 4) - living(kept, recompute, 2)) / 2

@@ -81,6 +81,9 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
             raise ModelError(
                 f"parameter {name!r} of {job.model!r} has no elements (shape {[*parameter.shape]}); correct model_args = {job.model_args}"
             )
+        usual = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+        if parameter.stride() != usual.stride():  # parts of it have these, and kernels rely on one order in memory
+            parameter.data = usual.data
     by_the_rules_of(model, job)
     return model
 

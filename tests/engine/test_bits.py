@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic.data.cursor import Cursor
 from elastic.engine.optim.schedule import learning_rate_of
@@ -25,7 +25,7 @@ from elastic.runs.run import Run
 from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
 from tests.support.segments import Part, Trained, segment, train
-from tests.support.toys import toy_job
+from tests.support.toys import Own, toy_job
 from tests.support.worlds import STEPS
 
 LAYOUTS = [Layout(2, 1), Layout(3, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 4), Layout(4, 1)]
@@ -47,6 +47,27 @@ def test_a_users_own_model_too(ranks: Ranks, tmp_path: Path) -> None:
     """Promise 1, without a sharding table: odd sizes, biases, layer norms, untied; shards uneven at every degree."""
     one, three = (train(ranks, toy_job(tmp_path / str(layout.world), **OWN), layout, STEPS) for layout in (Layout(1, 1), Layout(1, 3)))
     assert one.hash == three.hash
+
+
+class Transposed(Own):
+    """A model with weights in another order in memory, as after ``.t()`` or ``.to(memory_format=torch.channels_last)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.empty(23, 19).t())
+        self.filter = nn.Conv2d(1, 1, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = super().forward(tokens)
+        return out + self.filter(out[:, None])[:, 0] + (self.embed(tokens) @ self.other).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("layout", "zero"), [(Layout(1, 2), 2), (Layout(1, 3), 3)], ids=str)
+def test_weights_in_another_order_in_memory_too(ranks: Ranks, tmp_path: Path, layout: Layout, zero: int) -> None:
+    """Promise 1.  A world of several shards cuts such weights into parts, which are in the usual order; FSDP2 refuses them."""
+    job = toy_job(tmp_path / "one", model="tests.engine.test_bits:Transposed", model_args={})
+    one = train(ranks, job, Layout(1, 1), 2)
+    assert train(ranks, job.replace(bucket=str(tmp_path / "more"), parallel={"zero": zero}), layout, 2).hash == one.hash
 
 
 PLACES = [(Layout(1, 1), ""), (Layout(2, 2), "aabb"), (Layout(1, 4), "abbb"), (Layout(4, 1), "aaaa"), (Layout(3, 1), "aab")]

@@ -140,6 +140,27 @@ def test_the_bits_do_not_depend_on_the_cuts(kind: str, cuts: list[int], then: li
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("decay", ["decoupled", "l2"])
+def test_nor_do_they_in_16_bits(kind: str, decay: str) -> None:
+    """Promise 1, for a model whose parameters are bfloat16: torch's kernels for CPUs round the end of a tensor in another way."""
+    job, rows = job_of(kind, decay=decay, weight_decay=PENALTY), 1003
+
+    def drawn(seed: int) -> Tensor:
+        return torch.randn(rows, 1, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+    def ended(*cuts: int) -> Tensor:
+        places = {f"{a:04}": slice(a, b) for a, b in pairwise((0, *cuts, rows))}
+        values = {name: drawn(0)[place].clone() for name, place in places.items()}
+        mine = Optimizer(job, rule_of(job), values, dict.fromkeys(values, ()), frozenset(values))
+        for step in range(1, 5):
+            mine.apply({name: drawn(step)[place].clone() for name, place in places.items()}, outcome(step, 2.0))
+        return torch.cat([mine.parts[name].values for name in sorted(places)])
+
+    assert all(torch.equal(ended(), ended(*cuts)) for cuts in ((1,), (52,), (33, 70), (26, 52, 78)))
+
+
+@pytest.mark.fast
 def test_momentum_is_the_recurrence_to_the_bit() -> None:
     """A3: v ← μ·v + g and w ← w - lr·v in float64, bitwise, in pieces that change.  The control: another μ."""
     job = job_of("sgd", momentum=0.875, weight_decay=0.0)

@@ -137,6 +137,19 @@ def mean_(grads: list[Tensor], hyper: Hyper) -> None:
         torch._foreach_mul_(grads, hyper.clip)
 
 
+def add_(into: list[Tensor], terms: list[Tensor], factor: float) -> None:
+    """Adds ``factor`` × ``terms``, with the same bits however the tensors are cut.
+
+    In 16 bits a CPU would round the product by itself for the last few elements of a tensor only, so it computes in float32.
+    """
+    if all(each.dtype.itemsize >= 4 or each.device.type != "cpu" for each in into):
+        torch._foreach_add_(into, terms, alpha=factor)
+        return
+    for each, term in zip(into, terms, strict=True):
+        wide = torch.promote_types(each.dtype, torch.float32)
+        each.copy_(each.to(wide).add_(term.to(wide), alpha=factor))
+
+
 def decay_(parts: Sequence[Part], hyper: Hyper) -> None:
     """Subtracts the decoupled weight decay (Loshchilov and Hutter 2019) from the parts that decay."""
     if hyper.weight_decay and (values := [part.values for part in parts if part.decays]):
@@ -180,7 +193,7 @@ def _add_penalty(parts: list[Part], grads: list[Tensor], weight_decay: float) ->
     """Adds the gradient of ½ × ``weight_decay`` × |w|² of the parts that decay."""
     chosen = [(part.values, grad) for part, grad in zip(parts, grads, strict=True) if part.decays]
     if chosen and weight_decay:
-        torch._foreach_add_([grad for _, grad in chosen], [values for values, _ in chosen], alpha=weight_decay)
+        add_([grad for _, grad in chosen], [values for values, _ in chosen], weight_decay)
 
 
 class Optimizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from elastic.engine.optim.base import Hyper, Part, Rule, decay_
+from elastic.engine.optim.base import Hyper, Part, Rule, add_, decay_
 
 
 def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
@@ -16,7 +16,7 @@ def update(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
     decay_(parts, hyper)
     torch._foreach_mul_(velocities, hyper.settings.momentum)
     torch._foreach_add_(velocities, grads)
-    torch._foreach_add_(values, velocities, alpha=-hyper.lr)
+    add_(values, velocities, -hyper.lr)
 
 
 SGD = Rule(("velocity",), update)

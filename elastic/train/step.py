@@ -7,12 +7,14 @@ one all-gather over the whole world; its result is the same on every member, so 
 from __future__ import annotations
 
 import hashlib
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -350,8 +352,13 @@ def refuse_changes(before: dict[str, tuple[int, int]], state: State, values: Map
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """Seeds torch's generators, of the CPU and of ``device``.  ``torch.manual_seed`` formats a traceback each time if there is no GPU."""
+    """Seeds the generators from which the user's code may draw: torch's, of the CPU and of ``device``, Python's and numpy's.
+
+    ``torch.manual_seed`` formats a traceback each time if there is no GPU.
+    """
     torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from torch import Tensor, nn
 
@@ -16,8 +18,8 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.train import step as stepping
 from tests.support.ranks import Ranks
-from tests.support.segments import member
-from tests.support.toys import toy_job
+from tests.support.segments import member, train
+from tests.support.toys import Own, toy_job
 
 MICROBATCHES, STEPS = 8, 2
 Masks = dict[tuple[int, int], dict[str, list[str]]]
@@ -71,3 +73,23 @@ def test_a8_masks_differ_between_members_and_not_between_layouts(ranks: Ranks, t
     assert len(set(firsts)) == len(firsts) == STEPS * MICROBATCHES * 4
     alike = drawn(ranks, Layout(3, 1), job, one_seed=True)
     assert len({each[0] for of in alike.values() for each in of.values()}) == 4
+
+
+class Dropping(Own):
+    """A model that leaves out layers by Python's random numbers, and scales by numpy's."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x) * (random.random() < 0.5) * numpy.random.uniform(0.5, 1.5)
+        return self.head(x)
+
+
+def test_a8_the_random_numbers_of_python_and_numpy_belong_to_the_microbatch_too(ranks: Ranks, tmp_path: Path) -> None:
+    """A8, promise 1: in another layout, and by processes that have drawn before.  The control: another seed."""
+    job = toy_job(tmp_path, model="tests.engine.test_dropout:Dropping", model_args={}, parallel={"zero": 2})
+    one, two, other = (
+        train(ranks, job.replace(bucket=str(tmp_path / str(n)), seed=seed), layout, 2).outcomes
+        for n, (layout, seed) in enumerate([(Layout(1, 1), 0), (Layout(1, 2), 0), (Layout(1, 1), 1)])
+    )
+    assert [each.losses for each in one] == [each.losses for each in two] != [each.losses for each in other]

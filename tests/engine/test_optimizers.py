@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elastic.engine.optim import base
 from elastic.engine.optim.base import RULES, Hyper, Optimizer, Part, rule_of
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
@@ -23,6 +24,7 @@ from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
 from elastic.runs.run import Run
 from tests.engine.test_bits import plain_training
+from tests.support.live import Live
 from tests.support.ranks import Ranks
 from tests.support.segments import finish, member, train
 from tests.support.toys import toy_job
@@ -137,6 +139,25 @@ def test_the_bits_do_not_depend_on_the_cuts(kind: str, cuts: list[int], then: li
     job = job_of(kind, decay=decay, weight_decay=PENALTY)
     whole, cut = trained(job, 6), trained(job, 6, cuts, then)
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["adagrad", "rmsprop"])
+def test_an_update_needs_little_memory_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F8: what fits in the memory model must fit in an update.  The control: in one turn the roots take as much as the squares."""
+    job, values = job_of(kind), {f"{n:02}": torch.ones(50, 2) for n in range(40)}
+
+    def taken(turn: int) -> tuple[int, Tensor]:
+        monkeypatch.setattr(base, "TURN", turn)
+        parts = {name: value.clone() for name, value in values.items()}
+        mine = Optimizer(job, rule_of(job), parts, dict.fromkeys(parts, ()), frozenset())
+        grads = {name: torch.full_like(value, 0.3) for name, value in parts.items()}
+        with Live() as live:
+            mine.apply(grads, outcome(1))
+        return live.peak_bytes, torch.cat([*parts.values()])
+
+    (few, found), (all_of_them, same) = taken(300), taken(40 * 100)
+    assert few <= 4 * 300 + 64 and all_of_them >= 4 * 40 * 100 and torch.equal(found, same)
 
 
 @pytest.mark.fast

@@ -40,6 +40,9 @@ RULES = {
 }
 """Places of the rules that have a short name.  Any other rule is named as ``pkg.module:NAME``."""
 
+TURN = 1 << 24
+"""Number of elements whose roots are there at once, or else those of one tensor: 64 MiB as float32."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -157,10 +160,20 @@ def decay_(parts: Sequence[Part], hyper: Hyper) -> None:
 
 
 def descend_(values: list[Tensor], grads: list[Tensor], squares: list[Tensor], hyper: Hyper) -> None:
-    """Subtracts lr·g / (√s + eps), where s is an average or a sum of squared gradients."""
-    below = torch._foreach_sqrt(squares)
-    torch._foreach_add_(below, hyper.settings.eps)
-    torch._foreach_addcdiv_(values, grads, below, value=-hyper.lr)
+    """Subtracts lr·g / (√s + eps), where s is an average or a sum of squared gradients.
+
+    Tensors take turns, since the roots need memory: no plan for the device's memory knows of as much as all squares have.
+    """
+    first = 0
+    while first < len(squares):
+        last, elements = first + 1, squares[first].numel()
+        while last < len(squares) and (elements := elements + squares[last].numel()) <= TURN:
+            last += 1
+        below = torch._foreach_sqrt(squares[first:last])
+        torch._foreach_add_(below, hyper.settings.eps)
+        torch._foreach_addcdiv_(values[first:last], grads[first:last], below, value=-hyper.lr)
+        del below
+        first = last
 
 
 def rule_of(job: Job) -> Rule:

@@ -54,6 +54,8 @@ from storage.objects import ObjectStore
 from storage.objects.selftest import check
 from storage.slices import Tensor
 
+DIVIDING = ("adamw", "adagrad", "rmsprop", "muon")
+"""Optimizers of ours that divide by the root of a moment and ``optim.eps``."""
 WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
 """Errors of a write that say that the folder is the wrong one.  Of others, such as a full disk, the job knows nothing."""
 
@@ -92,6 +94,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     for sink, args in job.metrics.sinks.items():
         check_sink(sink, args)
     _check_layers(job, model)
+    _check_eps(job, model)
     _check_bucket(job)
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
     data.check(run, build.data)
@@ -171,6 +174,19 @@ def _check_layers(job: Job, model: nn.Module) -> None:
             f"precision = {job.precision!r}: no block of {job.model!r} has a torch.nn.Linear whose sizes are multiples of {MULTIPLE}, and "
             f"nothing else multiplies in fp8; take 'bf16', or other sizes"
         )
+
+
+def _check_eps(job: Job, model: nn.Module) -> None:
+    """Raises :class:`JobError` if ``optim.eps`` is zero in the format of a parameter: one without a gradient then becomes 0 / 0."""
+    if job.optim.kind not in DIVIDING:
+        return
+    for name, value in model.named_parameters():
+        if value.requires_grad and not torch.tensor(job.optim.eps, dtype=value.dtype):
+            kept = str(value.dtype).removeprefix("torch.")
+            raise JobError(
+                f"optim.eps = {job.optim.eps:g} is 0 in {kept}, the format of {name!r} in {job.model!r}, so an update would divide by "
+                f"zero; keep the weights in float32, with precision = 'fp16' or 'bf16' for what is computed, or set optim.eps to 1e-4"
+            )
 
 
 def _check_again(job: Job, model: nn.Module) -> None:

@@ -147,6 +147,10 @@ def frozen(**args: Any) -> nn.Module:
     return Frozen(**args)
 
 
+def half(**args: Any) -> nn.Module:
+    return Own(**args).half()
+
+
 MISTAKES = {
     "loss is one mean": ({"loss": "mean"}, r"loss = '\S+:mean' returned a tensor of shape \[\]; it must return \(sum, count\)"),
     "loss is a mean and 1": ({"loss": "mean_and_one"}, r"loss = '\S+': of 2 samples it returns the count 1, and of their halves 1 and 1"),
@@ -183,6 +187,10 @@ MISTAKES = {
     "model is none": ({"model": "nothing"}, r"returned a NoneType; it must return a torch.nn.Module"),
     "model does not know its arguments": ({"model": "failing"}, rf"failed with KeyError: 'hidden' {FRAME}; correct the arguments"),
     "model has no init_weights": ({"model": "no_init"}, r"has no init_weights\(\) method; add one"),
+    "eps is 0 in the model's format": (
+        {"model": "half"},
+        r"optim\.eps = 1e-08 is 0 in float16, the format of '\S+' in '\S+:half', so an update would divide by zero; keep the weights",
+    ),
     "nothing learns": ({"model": "frozen"}, r"returned a sum without a gradient: .* no parameter of .*:frozen"),
 }
 

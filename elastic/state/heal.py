@@ -30,7 +30,7 @@ from elastic.state.initialise import initialise
 from elastic.state.shard import DTYPES, Home, Key, Shard, place_of
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.state.streaming import look_at
-from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, misfit
+from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, begun_anew, misfit
 from elastic.train.step import Session
 from storage.background import begin
 from storage.checkpoints import Checkpoints, Reader
@@ -248,13 +248,13 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
 def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequence[Slice], hook: Callable[[], None] = nothing) -> int:
     """Reads the slices ``wanted`` of this member's shard from the checkpoint of the plan's version; returns the bytes read.
 
-    What the job keeps beside the rule may be new: a branch begins it anew, and so does one that gives it another size.  Raises
+    What the job keeps beside the rule, and the loss scale, may be new: a branch begins it anew, also in another size.  Raises
     :class:`StateMissing` if the checkpoint has other tensors than the model, ``Damaged``, which names the object, and other errors of the
     bucket.
     """
     reader = checkpoints.open(plan.version)
     stored = reader.tensors()
-    anew = set(state.optimizer.rule.kept).difference(stored)
+    anew = begun_anew(state.job, state.optimizer.rule).difference(stored)
     if why := misfit(state.job, [tensor for tensor in state.tensors if tensor not in anew], stored, plan.version):
         raise StateMissing(why)
     for tensor in anew:

@@ -17,6 +17,7 @@ from torch import nn
 from elastic.config.sections import PARTS_SINCE
 from elastic.engine.axes.whole import Whole
 from elastic.engine.layers import Layers
+from elastic.engine.loss_scale import SCALARS, is_scaled
 from elastic.engine.meta import without_memory
 from elastic.engine.optim.base import Optimizer, Part, Rule
 from elastic.engine.parallelize import matrices_of, parallelize, shared_across, unlike_within
@@ -125,7 +126,16 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
-    return (*found, UPDATES, *(Tensor(name, "scalar", "F32", ()) for name in rule.scalars), *rule.kept)
+    return (*found, UPDATES, *(_scalar(name) for name in rule.scalars), *rule.kept)
+
+
+def begun_anew(job: Job, rule: Rule) -> set[Tensor]:
+    """Returns the tensors that a branch begins with zeros if its checkpoint has none: of the loss scale that stands for the first one."""
+    return {*rule.kept, *(_scalar(name) for name in SCALARS if is_scaled(job))}
+
+
+def _scalar(name: str) -> Tensor:
+    return Tensor(name, "scalar", "F32", ())
 
 
 def in_its_stage(job: Job, model: nn.Module) -> Job:

@@ -45,7 +45,7 @@ from elastic.train import demands
 from elastic.train.counters import Counters
 from elastic.train.errands import check_samples
 from elastic.train.estimate import unnamed_policy
-from elastic.train.model import AS_IT_IS_THERE, build_model, builder_of, by_the_rules_of, bytes_of, misfit, tensors_of
+from elastic.train.model import AS_IT_IS_THERE, begun_anew, build_model, builder_of, by_the_rules_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session, unlike_held_out
 from elastic.train.step import Session
 from storage.checkpoints.reader import Reader
@@ -110,7 +110,8 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     _check_flops(model, job)
     if job.profile:
         notes.append(f"profile = {job.profile!r}: world rank 0 writes its profile to {run.store.full_name(f'{job.name}/profiles')}")
-    sources, lasting = sources_of(job.trajectory_code()), [tensor for tensor in tensors if tensor not in session.rule.kept]
+    anew = begun_anew(job, session.rule)
+    sources, lasting = sources_of(job.trajectory_code()), [tensor for tensor in tensors if tensor not in anew]
     if start is not None and start.origin is not None:
         notes += _check_origin(start, start.origin, lasting, run.store, build)
         if not job.init:

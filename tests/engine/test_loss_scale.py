@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic import launch
 from elastic.engine import loss_scale
 from elastic.engine.loss import next_token
 from elastic.engine.loss_scale import FIRST, SCALARS
@@ -104,6 +106,22 @@ def test_the_scale_is_in_the_checkpoint_and_the_bits_do_not_depend_on_the_layout
     assert stored == {"loss_scale": FIRST / 2, "good_steps": 1}
     assert train(ranks, job, Layout(1, 3), STEPS, first.version).hash == alone.hash
     assert train(ranks, toy_job(tmp_path / "high"), Layout(1, 1), STEPS).hash != alone.hash
+
+
+def test_a_branch_and_a_fork_may_turn_to_fp16(tmp_path: Path) -> None:
+    """E3: where the checkpoint has no scale it begins with the first one.  The control: a scale that is there goes on."""
+    high = toy_job(tmp_path, steps=2, checkpoint={"save_every": 2})
+    begin = partial(launch, local=True, show=lambda line: None)
+    begin(high)
+    low = high.replace(steps=4, **FP16)
+    for job, words in ((low, {"branch": True}), (low.replace(name="fork"), {"resume": "toy@2"}), (low.replace(steps=6), {"branch": True})):
+        assert begin(job, **words).state == "Finished"
+        newest = Run.open(job).newest()
+        assert newest is not None and newest.step == job.steps
+        reader = Run.open(job).checkpoints.open(newest)
+        scalars = {tensor.name: tensor for tensor in reader.tensors() if tensor.kind == "scalar"}
+        raw = bytearray(next(reader.read([scalars["good_steps"].whole()]))[1])
+        assert torch.frombuffer(raw, dtype=torch.float32).item() == job.steps - 2, "steps since the scale began"
 
 
 def losses(world: World, job: Job, steps: int) -> list[float]:

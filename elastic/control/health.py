@@ -23,6 +23,8 @@ WINDOW = 20
 """Number of recorded losses of which one mean is kept."""
 SHOWN = 12
 """Largest number of layers that a sentence names one by one."""
+EMPTY = "no terms"
+"""The condition of a step without terms, as it stands in :attr:`Health.said`."""
 ADVICE: dict[str, str] = {
     "dead": "the loss does not depend on it: look for a product with zero, a detach() or an activation that is zero everywhere; if that is "
     "meant, freeze it with requires_grad = False",
@@ -57,6 +59,14 @@ class Health:
 
 def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, list[str]]:
     """Returns what is known after ``outcome``, and the new warnings."""
+    if outcome.applies and not any(outcome.counts) and EMPTY not in health.said:
+        samples = ", ".join(map(str, outcome.samples[0][:SHOWN]))
+        sentence = (
+            f"step {outcome.step} has nothing to learn from: the loss counted 0 terms in each of its {len(outcome.counts)} microbatches, "
+            f"so only weight decay changes weights; look whether all targets are masked (samples {samples})"
+        )
+        health, more = judge(replace(health, said=(*health.said, EMPTY)), outcome, rule)
+        return health, [sentence, *more]
     if not outcome.layers or outcome.step <= health.step:
         return health, []
     norms = outcome.layer_norms

@@ -141,6 +141,17 @@ def test_a_loss_that_is_not_finite_does_not_count_if_its_gradient_is() -> None:
     assert len(said(sorted([*mixed, *(replace(each, step=2 * each.step + 1) for each in odd)], key=lambda each: each.step))) == 1
 
 
+def test_a_step_without_terms_is_said_once() -> None:
+    """A masking that leaves nothing trains on nothing, and its loss is 0.  The controls: a few terms, and a step that is skipped."""
+    empty = [replace(record(step), counts=(0,), losses=(0.0,)) for step in range(1, 9)]
+    (found,) = said([record(1), *empty[1:]])
+    assert found[0] == 2 and found[1].startswith(
+        "step 2 has nothing to learn from: the loss counted 0 terms in each of its 1 microbatches, "
+    )
+    assert said([replace(empty[0], layers=())])[0][0] == 1, "also where no layers are recorded"
+    assert said([replace(empty[0], counts=(1,))]) == said([replace(empty[0], finite=False, layers=())]) == []
+
+
 def test_a_loss_that_rises_is_said() -> None:
     assert [text.split(" in ")[0] for _, text in said(losses(lambda step: 2.0 + step / 100, 400))] == ["the loss has not become lower"]
 

@@ -18,7 +18,7 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
     ``batch["tokens"]`` is int64 [batch, seq + 1]; negative targets are masked, and negative inputs read as token 0.  If the batch has
     ``"documents"`` of the same shape, the model gets those of its inputs, and a target in another document than its input is masked.
-    Raises :class:`ModelError` if the model takes none, or returns something other than a tensor.
+    Raises :class:`ModelError` if the model takes none, or returns something other than logits.
     """
     tokens, documents = batch["tokens"], batch.get("documents")
     inputs, targets = tokens[:, :-1].clamp_min(0), tokens[:, 1:].clamp_min(-1)
@@ -31,15 +31,22 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     if getattr(model, "fuses_loss", False):
         loss = model(inputs, targets, **more)
     else:
-        loss = F.cross_entropy(_logits(model(inputs, **more)).float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        loss = F.cross_entropy(
+            _logits(model(inputs, **more), inputs).float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+        )
     return loss, torch.count_nonzero(targets >= 0)
 
 
-def _logits(returned: Any) -> Tensor:
+def _logits(returned: Any, inputs: Tensor) -> Tensor:
+    """Returns the logits if that is what the model returned.  With batch and sequence exchanged there are as many, for other targets."""
     if isinstance(returned, Tensor):
-        return returned
+        if returned.dim() == 3 and returned.shape[:2] == inputs.shape and returned.is_floating_point():
+            return returned
+        came = f"tensor of shape {list(returned.shape)} and {str(returned.dtype).removeprefix('torch.')} for tokens {list(inputs.shape)}"
+    else:
+        came = type(returned).__name__
     raise ModelError(
-        f"the model returned a {type(returned).__name__}, and the loss elastic.engine.loss:next_token wants a tensor of logits, [batch, "
+        f"the model returned a {came}, and the loss elastic.engine.loss:next_token wants a tensor of logits, [batch, "
         f"seq, vocabulary]; return that, or name a loss of yours; a model of transformers is built by elastic.models.transformers_lm:build"
     )
 

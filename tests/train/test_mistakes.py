@@ -101,6 +101,15 @@ class Wrong(Own):
         return self.head(super().forward(tokens))  # 29 columns into a matrix of 19 rows
 
 
+class Turned(Own):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).transpose(0, 1)
+
+
+def turned(**args: Any) -> nn.Module:
+    return Turned(**args)
+
+
 def wrong_shapes(**args: Any) -> nn.Module:
     return Wrong(**args)
 
@@ -181,6 +190,10 @@ MISTAKES = {
     "model has wrong shapes": (
         {"model": "wrong_shapes"},
         rf"RuntimeError: mat1 .* {FRAME}; the microbatch had 'tokens' \[2, 17\]",
+    ),
+    "model returns the sequence first": (
+        {"model": "turned"},
+        r"the model returned a tensor of shape \[16, 2, \d+\] and float32 for tokens \[2, 16\], and the loss .* wants a tensor of logits",
     ),
     "model raises": ({"model": "raising"}, rf"ValueError: a mistake of my own {FRAME}"),
     "model is another each time": ({"model": "another_each_time"}, r"builds another model at each call: the parameter 'layers\.\d"),

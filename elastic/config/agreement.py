@@ -79,9 +79,11 @@ def _validation(job: Job) -> Iterator[str]:
     """Yields a sentence for a setting of a validation that there is not."""
     set_ = [name for name in ("samples", "dataset", "args") if getattr(job.validation, name)]
     if not job.validation.every and set_:
+        them = " and ".join(f"validation.{name} = {getattr(job.validation, name)!r}" for name in set_)
+        has, out = ("has", f"validation.{set_[0]}") if len(set_) == 1 else ("have", "all of these")
         yield (
-            f"validation.every = 0 measures nothing, so validation.{set_[0]} = {getattr(job.validation, set_[0])!r} has no effect; set "
-            f"validation.every to a number of steps, or leave validation.{set_[0]} out"
+            f"validation.every = 0 measures nothing, so {them} {has} no effect; set validation.every to a number of steps, "
+            f"or leave {out} out"
         )
 
 

@@ -183,6 +183,14 @@ def test_a_validation_that_is_turned_off_names_itself(tmp_path: Path) -> None:
     assert second.startswith("job.toml with --validation.every: checkpoint.keep_best = true with validation.every = 0: ")
 
 
+def test_a_validation_that_is_turned_off_names_all_that_must_go_with_it() -> None:
+    """One command tells all, so nobody leaves one out and is then told of the next."""
+    with pytest.raises(
+        JobError, match=r"validation\.samples = 7 and validation\.args = \{'path': 't'\} have no effect; .* leave all of these"
+    ):
+        Job(name="run", bucket="/b", validation={"samples": 7, "args": {"path": "t"}})
+
+
 def test_a_place_keeps_its_links_and_is_the_same_by_any_of_them(tmp_path: Path) -> None:
     """The controls: another folder, and another prefix of the same bucket."""
     (tmp_path / "there").mkdir()

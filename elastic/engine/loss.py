@@ -57,5 +57,6 @@ def _expect_documents(model: Any) -> None:
     if not any(each.name == "documents" or each.kind is each.VAR_KEYWORD for each in known):
         raise ModelError(
             f"the dataset tells the documents of its samples, and forward() of {model.__name__} has no argument 'documents'; "
-            f"add one and let tokens attend to their own document only, or set data.args.documents = false"
+            f"add one and let tokens attend to their own document only, take a model of elastic.models.llama or gpt2, or set "
+            f"data.args.documents = false"
         )

@@ -113,7 +113,8 @@ class Plain(nn.Module):
 def test_a_model_that_takes_no_documents_is_refused() -> None:
     """It would train on other sequences than the user asked for."""
     batch = samples()[1]
-    with pytest.raises(ModelError, match=r"forward\(\) of Plain has no argument 'documents'; add one .*, or set data\.args\.documents = f"):
+    fixes = r"add one .*, take a model of elastic\.models\.llama or gpt2, or set data\.args\.documents = f"
+    with pytest.raises(ModelError, match=rf"forward\(\) of Plain has no argument 'documents'; {fixes}"):
         next_token(Plain(), batch)
     next_token(Plain(), {"tokens": batch["tokens"]})
 

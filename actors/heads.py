@@ -7,13 +7,21 @@ program at its port.  So a command asks here first, and joins a cluster only if 
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import ray
 
-from elastic.errors import ClusterGone
+from elastic.errors import ClusterGone, PlatformGaveUp
 
 ANSWER_S = 15.0
 """Seconds in which a head must answer.  It takes milliseconds, and a few seconds on a machine that is overloaded."""
+
+ELSEWHERE = (
+    "train on another one (`elastic train --address HOST:PORT`, or `--address local` for this machine), where a run goes on from its "
+    "newest checkpoint"
+)
+UNASKED = object()
+"""Stands for the reply of a head that this version of Ray has no way to ask, since the calls are private: who joins it finds out."""
 
 
 def reachable(address: str) -> bool:
@@ -29,46 +37,44 @@ def reachable(address: str) -> bool:
 def answers(address: str) -> bool:
     """Returns whether the head of a Ray cluster answers at ``host:port``: False if nobody listens there, or another program does.
 
-    Raises :class:`ClusterGone` if somebody accepts the connection and says nothing for ``ANSWER_S``: runs may live there.
+    Raises :class:`ClusterGone` if somebody accepts the connection and says nothing for ``ANSWER_S``, and :class:`PlatformGaveUp` if
+    the head refuses this process: runs may live there.
     """
+    return _reply(address, "NodeInfo", "CheckAlive") is not None
+
+
+def has_actor(address: str, name: str, namespace: str) -> bool:
+    """Returns whether the cluster at ``address`` has a living actor of that name, without joining it.  Raises as :func:`answers`."""
+    reply = _reply(address, "ActorInfo", "GetNamedActorInfo", name=name, ray_namespace=namespace)
+    return reply is not None and (reply is UNASKED or reply.status.code == 0)
+
+
+def _reply(address: str, service: str, method: str, **request: str) -> Any:
+    """Returns what the head replies, None if there is none, or ``UNASKED`` if this Ray cannot be asked so.  Raises as :func:`answers`."""
     if not reachable(address):
-        return False
+        return None
     try:
         import grpc
         from ray._private.grpc_utils import init_grpc_channel
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-    except ImportError:  # private; who joins finds out
-        return True
+    except ImportError:
+        return UNASKED
     try:
         with init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
-            gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=ANSWER_S)
+            stub = getattr(gcs_service_pb2_grpc, f"{service}GcsServiceStub")(channel)
+            return getattr(stub, method)(getattr(gcs_service_pb2, f"{method}Request")(**request), timeout=ANSWER_S)
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise ClusterGone(
                 f"the head of the Ray cluster at {address} accepts connections, but has not answered for {ANSWER_S:g} s: it is frozen or "
-                f"overloaded, or another program listens there; restart that cluster, or train on another one (`elastic train --address "
-                f"HOST:PORT`, or `--address local` for this machine), where a run goes on from its newest checkpoint"
+                f"overloaded, or another program listens there; restart that cluster, or {ELSEWHERE}"
             ) from None
-        return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
-    except (ray.exceptions.AuthenticationError, RuntimeError, OSError):  # it has no token, or not what TLS needs; who joins is told so
-        return True
-    return True
-
-
-def has_actor(address: str, name: str) -> bool:
-    """Returns whether the cluster at ``address`` has a living actor of that name, without joining it.  Raises as :func:`answers`."""
-    if not answers(address):
-        return False
-    try:
-        from ray._private.state import GlobalState
-        from ray._raylet import GcsClientOptions  # type: ignore[attr-defined]
-    except ImportError:  # private; who joins finds out
-        return True
-    head = GlobalState()
-    try:
-        head._initialize_global_state(GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False))
-        return any(each["Name"] == name and each["State"] != "DEAD" for each in head.actor_table(None).values())
-    except Exception:  # Ray's own, of a cluster of somebody else, or of a head that has gone since
-        return False
-    finally:
-        head.disconnect()
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED):
+            return None
+        why = error.details()
+    except (ray.exceptions.AuthenticationError, RuntimeError, OSError) as error:  # it has no token, or not what TLS needs
+        why = str(error).partition(". ")[0]
+    raise PlatformGaveUp(
+        f"the head of the Ray cluster at {address} refuses this process, so that nobody knows from here what lives there ({why}): give it "
+        f"what the cluster was begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or ~/.ray/auth_token), or {ELSEWHERE}"
+    )

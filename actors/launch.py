@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from actors import cluster, heads
+from actors import cluster
 from actors.begin import Show, begin, begin_here, claim, note_code
 from actors.coordinator import Coordinator
-from actors.living import Head, ask, attach, bucket_of_another, coordinator_of, name_of, note_deletion, reap, view_of
+from actors.living import Head, ask, attach, bucket_of_another, coordinator_of, lives_at, name_of, note_deletion, reap, view_of
 from actors.objects import pack
 from actors.signals import Requests
 from actors.terminal import screen_for
@@ -196,13 +196,13 @@ def _at_its_cluster(job: Job, show: Show) -> Any | None:
     """
     if not cluster.begins_here():
         return None
-    if (owner := Run.find(job).owner()) is not None and not heads.has_actor(owner["address"], name_of(job.name)):
+    if (owner := Run.find(job).owner()) is not None and not lives_at(owner["address"], job):
         return None
     before, deadline_s = signal.getsignal(signal.SIGTERM), 2 * job.deadlines.lease_s
     try:
         coordinator = coordinator_of(job)
     except (PlatformGaveUp, ConnectionError, RuntimeError) as error:
-        if owner is not None and heads.has_actor(owner["address"], name_of(job.name)):
+        if owner is not None and lives_at(owner["address"], job):
             where = f"{job.name} lives on the cluster at {owner['address']}"
             fix = "if that is another run of this name, `--address local` begins this one here"
             raise PlatformGaveUp(

@@ -47,6 +47,11 @@ def attach(name: str) -> Any | None:
         return None
 
 
+def lives_at(address: str, job: Job) -> bool:
+    """Returns whether the cluster has a coordinator of that name.  It is not joined for that.  Raises as :func:`heads.answers`."""
+    return heads.has_actor(address, name_of(job.name), cluster.NAMESPACE)
+
+
 def connected(job: Job) -> bool:
     """Connects to the cluster that the run was on last, and tells whether that cluster answers.  Raises as :func:`heads.answers`."""
     owner = Run.find(job).owner()
@@ -71,7 +76,7 @@ def _joined_unclaimed(job: Job) -> bool:
     part_of_one = ray.is_initialized()
     for address in cluster.known():
         with suppress(PlatformGaveUp, ClusterGone, ConnectionError, RuntimeError):  # it is ending, frozen, or somebody else's
-            if not heads.has_actor(address, name_of(job.name)):
+            if not lives_at(address, job):
                 continue
             if _join(address) and (found := attach(job.name)) is not None and not bucket_of_another(job, found):
                 return True

@@ -10,6 +10,7 @@ import http.server
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import uuid
@@ -27,7 +28,7 @@ from elastic.job import Job
 from elastic.report.story import Line
 from elastic.runs.run import Run
 from tests.actors.test_one_owner import command, slow_job, stopped, until_it_says
-from tests.support.clusters import Nodes
+from tests.support.clusters import TUNED, Nodes
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import processes
 
@@ -90,6 +91,45 @@ def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
         launch(Job.load(path), show=begins)
 
 
+def test_a_command_that_the_cluster_of_its_run_refuses_does_not_begin_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster wants a token.  A command without one, or with another one, took the refusal for "no such run", and began it anew.
+
+    One that wants a token and finds none was ended by Ray's own process.  The control: with the cluster's token it attaches.
+    """
+    refused = ({}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64}, {"RAY_AUTH_MODE": "token"})
+    right, path = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}, slow_job(tmp_path, "guarded")
+    monkeypatch.setenv("HOME", str(tmp_path))  # where Ray looks for a token
+
+    def begun(environment: dict[str, str], *line: str) -> subprocess.Popen[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in right:
+                patch.delenv(name, raising=False)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            return command(path, *line)
+
+    for name, value in right.items():
+        monkeypatch.setitem(TUNED, name, value)
+    with Nodes(Path(sys.executable), head_cpus=8) as nodes:
+        commands = [begun(right, "train", "--address", nodes.address)]
+        try:
+            until_it_says(commands[0], "step     3")
+            for environment in refused:
+                for line in ("train", "status"):
+                    commands.append(begun(environment, line))
+                    until_it_says(commands[-1], "begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN,", never="a Ray cluster starts")
+                    assert not commands[-1].communicate(timeout=PATIENCE_S)[0] and commands[-1].returncode == 2
+            commands.append(begun(right, "train"))
+            until_it_says(commands[-1], "attached to guarded, which runs on this cluster already", never="a Ray cluster starts")
+            begun(right, "stop").communicate(timeout=PATIENCE_S)
+            for each in (commands[0], commands[-1]):
+                assert each.communicate(timeout=PATIENCE_S) and each.returncode == 3
+        finally:
+            for each in commands:
+                each.kill()
+    assert Run.find(Job.load(path)).latest_claim() == 1, "one coordinator, ever"
+
+
 def test_a_machine_that_is_no_node_of_the_cluster_is_told_so(nodes: Nodes, tmp_path: Path) -> None:
     """The command is in a container with the network of this machine, but without its processes, so Ray finds no node there.
 
@@ -136,7 +176,7 @@ def test_a_head_that_is_frozen_is_told(
 
 def test_the_head_answers_before_and_after(nodes: Nodes) -> None:
     """The control of the test above; and the name of no actor."""
-    assert heads.answers(nodes.address) and not heads.has_actor(nodes.address, "iced/coordinator")
+    assert heads.answers(nodes.address) and not heads.has_actor(nodes.address, "iced/coordinator", cluster.NAMESPACE)
 
 
 class Page(http.server.BaseHTTPRequestHandler):
@@ -161,7 +201,7 @@ def test_a_web_page_in_place_of_the_head(page: str, tmp_path: Path, capsys: pyte
     told = said(capsys)
     assert f"no Ray cluster answers at {page}, where another program listens (the head's port is 6379" in told
     Run.open(Job.load(path)).claim(page, "abcdef")
-    assert not heads.has_actor(page, "webbed/coordinator")
+    assert not heads.has_actor(page, "webbed/coordinator", cluster.NAMESPACE)
     assert main(["status", str(path), "--once"]) == 0
     assert "is not running, or its cluster" in said(capsys)
 

@@ -57,9 +57,15 @@ HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  
 
 
 def connect(
-    address: str | None, workers: Workers | None = None, *, compiles: bool = False, tell: Callable[[str], None] = lambda sentence: None
+    address: str | None,
+    workers: Workers | None = None,
+    *,
+    answered: bool = False,
+    compiles: bool = False,
+    tell: Callable[[str], None] = lambda sentence: None,
 ) -> str:
-    """Joins the cluster at ``address``, or the one that this process was submitted to, or starts one here ("local").
+    """Joins the cluster at ``address``, whose head may have ``answered`` just now, or the one that this process was submitted to, or
+    starts one here ("local").
 
     A cluster that starts here for ``workers`` has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so: a worker
     then joins in a fraction of the time.  If the job ``compiles``, they have imported the compiler, too.  Ray starts a process
@@ -83,7 +89,9 @@ def connect(
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     submitted = os.environ.get("RAY_ADDRESS", "") if address in (None, "", "auto") else ""  # Ray prefers it to "auto"
     named = "the environment variable RAY_ADDRESS" if submitted else "--address"
-    if not local:
+    if answered:
+        check_here(str(address))
+    elif not local:
         _check_head(submitted or address or "auto", named)
     options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address or "auto"}
     if local:

@@ -19,7 +19,19 @@ import ray
 from actors import cluster
 from actors.begin import Show, begin, begin_here, claim, note_code
 from actors.coordinator import Coordinator
-from actors.living import Head, ask, attach, bucket_of_another, coordinator_of, lives_at, name_of, note_deletion, reap, view_of
+from actors.living import (
+    Head,
+    ask,
+    attach,
+    bucket_of_another,
+    coordinator_here,
+    joined_cluster_of,
+    lives_at,
+    name_of,
+    note_deletion,
+    reap,
+    view_of,
+)
 from actors.objects import pack
 from actors.signals import Requests
 from actors.terminal import screen_for
@@ -200,7 +212,7 @@ def _at_its_cluster(job: Job, show: Show) -> Any | None:
         return None
     before, deadline_s = signal.getsignal(signal.SIGTERM), 2 * job.deadlines.lease_s
     try:
-        coordinator = coordinator_of(job)
+        coordinator = coordinator_here(job) if joined_cluster_of(job, owner) else None
     except (PlatformGaveUp, ConnectionError, RuntimeError) as error:
         if owner is not None and lives_at(owner["address"], job):
             where = f"{job.name} lives on the cluster at {owner['address']}"

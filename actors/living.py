@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -55,19 +55,33 @@ def lives_at(address: str, job: Job) -> bool:
 def connected(job: Job) -> bool:
     """Connects to the cluster that the run was on last, and tells whether that cluster answers.  Raises as :func:`heads.answers`."""
     owner = Run.find(job).owner()
-    if owner is None:
-        return _joined_unclaimed(job)
-    return owner["address"] != LOCAL and heads.answers(owner["address"]) and _join(owner["address"])
+    if owner is not None and (owner["address"] == LOCAL or not heads.answers(owner["address"])):
+        return False
+    return joined_cluster_of(job, owner)
+
+
+def joined_cluster_of(job: Job, owner: Mapping[str, Any] | None) -> bool:
+    """Connects to the cluster of the run's newest claim ``owner``, whose head has answered; without a claim, to where the run lives.
+
+    Tells whether there is such a cluster.
+    """
+    return _joined_unclaimed(job) if owner is None else _join(owner["address"])
 
 
 def coordinator_of(job: Job) -> Any | None:
     """Returns the coordinator of the run, or None if the run is not found running."""
-    coordinator = attach(job.name) if connected(job) else None
+    return coordinator_here(job) if connected(job) else None
+
+
+def coordinator_here(job: Job) -> Any | None:
+    """Returns the coordinator of the run, or None if none lives in this cluster, which may have another run of that name."""
+    coordinator = attach(job.name)
     return None if coordinator is None or bucket_of_another(job, coordinator) else coordinator
 
 
 def _join(address: str) -> bool:
-    cluster.connect(address)
+    """Joins the cluster at ``address``, whose head has answered, unless this process is part of one.  Tells whether it is of this one."""
+    cluster.connect(address, answered=True)
     return cluster.joined(address)
 
 
@@ -92,11 +106,12 @@ def bucket_of_another(job: Job, coordinator: Any) -> str:
     """
     try:
         bucket = str(ask(coordinator, "settings", deadline_s=ANSWER_S)["bucket"])
-        view = None if same_place(bucket, job.bucket) else view_of(coordinator, ANSWER_S)
+        if same_place(bucket, job.bucket) or (view := view_of(coordinator, ANSWER_S)) is None:
+            return ""
     except (PlatformGaveUp, ClusterGone):
         return ""
     owner = Run.find(job).owner() or {}
-    return bucket if view is not None and view.token.rpartition("-")[2] != owner.get("life") else ""
+    return bucket if view.token.rpartition("-")[2] != owner.get("life") else ""
 
 
 def run_of(job: Job) -> Run:

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -27,6 +28,7 @@ from elastic.errors import ClusterGone, PlatformGaveUp
 from elastic.job import Job
 from elastic.report.story import Line
 from elastic.runs.run import Run
+from storage.objects.folder import Folder
 from tests.actors.test_one_owner import command, slow_job, stopped, until_it_says
 from tests.support.clusters import TUNED, Nodes
 from tests.support.patience import PATIENCE_S
@@ -64,11 +66,44 @@ def begins(line: Line) -> None:
         raise Begins(getattr(line, "text", ""))
 
 
+class Attaches(Exception):
+    """A command has found its run, and is about to follow it."""
+
+
+def attaches(line: Line) -> None:
+    """Ends a launch that has found its run."""
+    if "attached to" in str(line):
+        raise Attaches
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, command: Callable[[], object]) -> tuple[int, int]:
+    """Returns how often ``command`` has asked a head, and how often it has listed the claims of a run.  Its process joins a cluster."""
+    heard, listed, reply, every = list[str](), list[str](), heads._reply, Folder.list
+
+    def heads_reply(address: str, *call: str, **request: str) -> Any:
+        heard.append(address)
+        return reply(address, *call, **request)
+
+    def folder_list(store: Folder, prefix: str = "") -> list[str]:
+        listed.extend([prefix] if prefix.endswith("/owner/") else [])
+        return every(store, prefix)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(heads, "_reply", heads_reply)
+        patch.setattr(Folder, "list", folder_list)
+        try:
+            command()
+        finally:
+            ray.shutdown()
+    return len(heard), len(listed)
+
+
 def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names no address.  It began a cluster of its own there, and the run a second time; the one that lived lost what it had not saved.
 
+    It asks the head once, and reads once which claim is the newest: it asked three times and read three times.
     The control: for a run that does not live it begins one, and says which word would have it join that of its node.
     """
     path = slow_job(tmp_path, "beside")
@@ -78,6 +113,13 @@ def test_a_command_on_another_node_of_its_cluster_attaches_to_the_run(
         until_it_says(first, "step     3")
         second = command(path, "train")
         until_it_says(second, "attached to beside, which runs on this cluster already", never="a Ray cluster starts on this machine")
+
+        def train() -> None:
+            with pytest.raises(Attaches):
+                launch(Job.load(path), show=attaches)
+
+        assert asked(monkeypatch, train) == (1, 1)
+        assert asked(monkeypatch, lambda: main(["status", str(path), "--once"])) == (1, 1)
         stopped(path, first, second)
     finally:
         for each in filter(None, (first, second)):

@@ -7,16 +7,17 @@ import math
 import shlex
 import time
 from argparse import Namespace
-from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from actors.checkpoint_commands import at_rest
 from actors.commands import of_run
 from actors.terminal import say
+from elastic.config.command_line import words_to_show
 from elastic.config.settings import option_of
-from elastic.config.values import is_secret, place, shown
+from elastic.config.values import place, shown
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
@@ -77,23 +78,24 @@ def _goes_on(known: Namespace, run: Run) -> str:
         changed = {name: now for each in branches.every(run.store, branch.name) for name, (_, now) in each["changed"].items()}
         same = ", ".join(f"{name} = {shown(name, value)}" for name, value in changed.items()) or "the same settings"
         return f"launch(Job(...)) with {same} goes on with it, in the script or notebook that has its objects ({', '.join(objects)})"
-    file, words, told = str(known.job), list(known.line), list(known.shown)
+    file = str(known.job)
+    typed = shlex.join([file, *words_to_show(known)])
     try:
         differs = _otherwise(Job.load(known.job, known.settings), branch)
-        for name, value in differs.items():
-            words = [*_without(words, name), option_of(name), *_words(value)]
-            told = [*_without(told, name), option_of(name), *([] if is_secret(name, value) else _words(value))]
     except JobError:
-        return f"`elastic train {shlex.join([file, *known.shown])}` goes on with it once {known.job.name} is mended and has its settings"
+        return f"`elastic train {typed}` goes on with it once {known.job.name} is mended and has its settings"
+    line = {name: words for name, words in known.line.items() if name not in differs}
+    line |= {name: [option_of(name), *_words(value)] for name, value in differs.items()}
     try:
-        left = _otherwise(Job.load(known.job, words), branch)
+        left = _otherwise(Job.load(known.job, list(chain(*line.values()))), branch)
     except JobError:
         left = differs
     if left:  # no option can say it
         there = ", ".join(f"{name} left out" if value is None else f"{name} = {shown(name, value)}" for name, value in differs.items())
-        return f"`elastic train {shlex.join([file, *known.shown])}` goes on with it once {known.job.name} has {there}"
+        return f"`elastic train {typed}` goes on with it once {known.job.name} has {there}"
     again = ", ".join(f"{name} = {shown(name, value)}" for name, value in differs.items())
     written = f" (write {again} into the job file, too)" if again else ""
+    told = words_to_show(Namespace(line=line, settings=known.settings | differs))
     return f"`elastic train {shlex.join([file, *told])}` goes on with it{written}"
 
 
@@ -109,15 +111,6 @@ def _words(value: Any) -> list[str]:
     if isinstance(value, list):
         return [word for each in value for word in _words(each)]
     return [value if isinstance(value, str) else json.dumps(value)]
-
-
-def _without(words: Sequence[str], setting: str) -> list[str]:
-    """Returns the words of a command line without the options of a setting and their values."""
-    options, found, left = (option_of(setting), f"--no-{option_of(setting)[2:]}"), list[str](), False
-    for word in words:
-        left = word.partition("=")[0] in options if word.startswith("--") else left
-        found += [] if left else [word]
-    return found
 
 
 def before_divergence(run: Run) -> Version:

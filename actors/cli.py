@@ -13,7 +13,7 @@ from typing import Any
 from actors import branch_commands, commands
 from actors.origin import told
 from actors.terminal import console, forget, lasting, say
-from elastic.config.command_line import Parser
+from elastic.config.command_line import Parser, words_to_show
 from elastic.errors import STOPPED, ElasticError
 from elastic.job import Job
 from storage.errors import StorageError
@@ -44,7 +44,7 @@ def _main(arguments: Sequence[str]) -> int:
     try:
         known = _parser().parse_args(arguments)
         file = str(getattr(known, "job", None) or getattr(known, "bucket", ""))
-        console.job = shlex.join([file, *known.shown]) if file.endswith(".toml") else ""
+        console.job = shlex.join([file, *words_to_show(known)]) if file.endswith(".toml") else ""
         code: int = known.perform(known)
     except (ElasticError, StorageError) as error:
         say(told(error, known), "elastic: ", "red")

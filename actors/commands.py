@@ -13,6 +13,7 @@ from rich.table import Table
 
 import elastic
 from actors.terminal import console, say, screen_for, show_result
+from elastic.config.command_line import words_to_show
 from elastic.config.settings import COMMAND_LINE
 from elastic.errors import ElasticError, JobError, PlatformGaveUp
 from elastic.imports import failure, users_traceback
@@ -59,7 +60,7 @@ def _line(known: Namespace) -> str:
 
     An option whose value may be a secret has none: pasted, the command says that it lacks a value.
     """
-    return shlex.join([str(known.job), *known.shown])
+    return shlex.join([str(known.job), *words_to_show(known)])
 
 
 def train(known: Namespace) -> int:
@@ -114,7 +115,7 @@ def estimate(known: Namespace) -> int:
         raise JobError(f"{COMMAND_LINE}: elastic estimate takes a job file, or --params and a number, say --params 7e9")
     if known.params is not None:
         if known.line:
-            raise JobError(f"{COMMAND_LINE}: {shlex.join(known.shown)} has no effect with --params; name a job file in its place")
+            raise JobError(f"{COMMAND_LINE}: {shlex.join(words_to_show(known))} has no effect with --params; name a job file in its place")
         if not 1 <= known.params <= MOST_PARAMS:
             raise JobError(f"{COMMAND_LINE}: --params = {known.params:g} is no number of parameters; give 1 to {MOST_PARAMS:g}, say 7e9")
         for line in estimate.of_parameters(known.params):
@@ -242,7 +243,9 @@ def replay(known: Namespace) -> int:
         if not segments:
             raise JobError(f"there is no journal of {job.name} in {job.bucket}: it has run there only with --local, which writes none")
     elif known.line:
-        raise JobError(f"{COMMAND_LINE}: {shlex.join(known.shown)}: {str(known.job)!r} is a file of a journal, and has no settings")
+        raise JobError(
+            f"{COMMAND_LINE}: {shlex.join(words_to_show(known))}: {str(known.job)!r} is a file of a journal, and has no settings"
+        )
     else:
         segments = _journal_of(known.job)
     if not known.check:

@@ -47,8 +47,8 @@ def read_options(arguments: Sequence[str], model: Model) -> dict[str, Any]:
 class Parser(argparse.ArgumentParser):
     """The parser of one command.  A command without ``settings`` is parsed as argparse does it; options are never abbreviated.
 
-    ``settings`` is the model whose settings the command takes.  The result then has ``settings``, the given values by setting; ``line``,
-    the words that gave them; and ``shown``, these words without values that may be secrets.  ``listed`` says that the help lists them.
+    ``settings`` is the model whose settings the command takes.  The result then has ``settings``, the given values by setting, and
+    ``line``, the option and the words that gave each, by setting too.  ``listed`` says that the help lists them.
     ``several`` names the positional argument that also takes words after an option.  ``beside`` holds the other commands; an option of one
     of them is not reported as a misspelt setting.
 
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = NUMBER
         self._model, self._several, self._beside = settings, several, beside or {}
         if settings is not None:
-            self.set_defaults(settings={}, line=[], shown=[])
+            self.set_defaults(settings={}, line={})
             self._add_settings(settings, listed)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -189,8 +189,12 @@ class _Setting(argparse.Action):
         if get_origin(self.annotation) is tuple and not isinstance(value, list) and not _is_misread(value, self.annotation):
             value = [value]
         namespace.settings = namespace.settings | {self.dest: value}
-        namespace.line = [*namespace.line, option_string, *words]
-        namespace.shown = [*namespace.shown, option_string, *([] if is_secret(self.dest, value) else words)]
+        namespace.line = namespace.line | {self.dest: [option_string, *words]}
+
+
+def words_to_show(known: argparse.Namespace) -> list[str]:
+    """Returns the words of the line that gave the settings.  Others may see them: an option whose value may be a secret has none."""
+    return [word for name, words in known.line.items() for word in (words[:1] if is_secret(name, known.settings[name]) else words)]
 
 
 def _dashed(word: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.config.command_line import Parser, read_options
+from elastic.config.command_line import Parser, read_options, words_to_show
 from elastic.config.settings import leaves, merge, read_toml, source_of
 from elastic.errors import JobError
 from elastic.job import Job
@@ -127,7 +127,7 @@ def test_a_commands_own_option_comes_before_a_setting_of_that_name() -> None:
     parser = Parser(settings=Job)
     parser.add_argument("--seed", type=int)
     known = parser.parse_args(["--seed", "7", "--steps", "3"])
-    assert (known.seed, known.settings, known.line) == (7, {"steps": 3}, ["--steps", "3"])
+    assert (known.seed, known.settings, known.line) == (7, {"steps": 3}, {"steps": ["--steps", "3"]})
     plain = Parser(settings=Job).parse_args(["--seed", "7"])
     assert plain.settings == {"seed": 7}, "the control"
 
@@ -180,7 +180,7 @@ def test_the_words_of_a_line_say_the_same_again(tmp_path: Path) -> None:
     path.write_text('name = "a"\nbucket = "/b"\n')
     line = ["--optim.betas", ".8", "0.9", "--no-reproducible", "--model_args.kv_heads=2", "--name", "-1"]
     known = Parser(settings=Job).parse_args(line)
-    assert Job.load(path, known.line) == Job.load(path, line) == Job.load(path, known.settings)
+    assert Job.load(path, words_to_show(known)) == Job.load(path, line) == Job.load(path, known.settings)
     assert Job.load(path, known.settings).model_args == {"kv_heads": 2}
 
 
@@ -188,12 +188,13 @@ def test_the_words_to_show_have_no_secret_and_lack_a_value_in_its_place() -> Non
     """Pasted, they are refused.  The control: all others say the same again."""
     line = ["--steps", "3", "--data.args.api-key", "hush", "--metrics.sinks", '{"mlflow": {"uri": "hush"}}', "--data.args.dir=/keys"]
     known = Parser(settings=Job).parse_args(line)
-    assert known.shown == ["--steps", "3", "--data.args.api-key", "--metrics.sinks", "--data.args.dir", "/keys"]
-    assert known.settings["data.args.api_key"] == "hush" and "hush" in known.line
-    for words, option in ((known.shown, "--data.args.api_key"), (known.shown[3:], "--metrics.sinks")):
+    shown = words_to_show(known)
+    assert shown == ["--steps", "3", "--data.args.api-key", "--metrics.sinks", "--data.args.dir", "/keys"]
+    assert known.settings["data.args.api_key"] == "hush" and known.line["data.args.api_key"] == ["--data.args.api-key", "hush"]
+    for words, option in ((shown, "--data.args.api_key"), (shown[3:], "--metrics.sinks")):
         with pytest.raises(JobError, match=f"^command line: {option} has no value; write '{option} value'"):
             read_options(words, Job)
-    assert read_options(known.shown[4:], Job) == {"data.args.dir": "/keys"}
+    assert read_options(shown[4:], Job) == {"data.args.dir": "/keys"}
 
 
 def test_help_groups_settings_by_section_with_meaning_and_default(

@@ -145,6 +145,14 @@ def left_here(name: str, lives: Collection[str]) -> list[Path]:
     return [path for folder in _folders(name, lives) for path in sorted(folder.glob("*.log"))]
 
 
+def nobodys(name: str) -> list[Path]:
+    """Returns what runs called ``name`` have on this node, of all lives of which no worker here lives.  Other nodes may have one."""
+    counters = _counters(name)
+    lives = {*counters.values()} | {life_of(name, each.name) for each in log_folder("").glob(f"{name}-*")}
+    dead = lives - {life for path, life in counters.items() if writer_lives(path) is not False} - {""}
+    return [*(path for path, life in counters.items() if life in dead), *_folders(name, dead)]
+
+
 def remove_logs(run: str) -> None:
     """Removes the logs of the run's workers on this node, but not what a coordinator has written of the journal."""
     for path in log_folder(run).glob("*.log"):

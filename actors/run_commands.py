@@ -17,7 +17,7 @@ from actors import cluster, heads, launch, living
 from actors.living import ANSWER_S, bucket_of_another, connected, coordinator_of, note_deletion, run_of
 from actors.logs import last_lines
 from actors.prints import Prints, Reading
-from actors.processes import clear, end_on_sigterm, left_here, life_of, log_folder
+from actors.processes import clear, end_on_sigterm, left_here, life_of, log_folder, nobodys
 from actors.terminal import say, screen_for, show_result
 from actors.view import View
 from elastic.control.run import Ended, Failed, Stopped
@@ -187,8 +187,10 @@ def clean(job: Job, force: bool) -> int:
     """
     lives = Run.find(job).lives()
     if not connected(job):
-        removed = clear(job.name, lives, CLEAR_S)
-        _tell(removed, "this machine (the run's cluster has ended, or cannot be reached from here)")
+        if lives:
+            _tell(clear(job.name, lives, CLEAR_S), "this machine (the run's cluster has ended, or cannot be reached from here)")
+        else:
+            say(_unclaimed(job))
         return 0
     coordinator, life = living.attach(job.name), ""
     if coordinator is not None and (bucket := bucket_of_another(job, coordinator)):
@@ -197,7 +199,7 @@ def clean(job: Job, force: bool) -> int:
     elif coordinator is not None:
         life = _life_to_end(job.name, coordinator, force)
     if not (lives := lives | {life} - {""}):
-        say(f"no claim of {job.name} is in {job.bucket}, so nobody can say what of that name is its own; all stays")
+        say(_unclaimed(job))
     ended = living.reap(job.name, lives)
     if coordinator is not None and (life or ended):  # it is of this run, as are its workers
         ended += living.reap(job.name, {""})
@@ -216,6 +218,16 @@ def clean(job: Job, force: bool) -> int:
     for each in silent:
         say(f"{tasks[each]} did not answer, so nothing was removed there")
     return PlatformGaveUp.exit_code if silent else 0
+
+
+def _unclaimed(job: Job) -> str:
+    """Returns the sentence about a run without a claim, which alone says what is its own."""
+    left = [str(each) for each in nobodys(job.name)]
+    advice = f"if no run of that name lives, remove {', '.join(left)}" if left else "nothing of that name is left on this machine"
+    return (
+        f"no claim of {job.name} is in {job.bucket}: correct the name or the bucket; or, if somebody has deleted its folder, nobody can "
+        f"say what of that name is its own, so all stays: {advice}"
+    )
 
 
 def _life_to_end(name: str, coordinator: Any, force: bool) -> str:

@@ -276,7 +276,7 @@ def test_clean_neither_ends_nor_removes_a_run_of_that_name_in_another_bucket(tmp
         assert f"another run of this name, in {job.bucket}, lives on this cluster; it stays" in said
         assert f"removed actor {left}/w1\n" in said and f"removed {log_folder(left)}\n" in said and before.token not in said
         assert not log_folder(left).exists() and attach(name) is not None
-        assert "nothing to remove on this machine" in cleaned(empty, *options)
+        assert f"no claim of {name} is in {empty}" in cleaned(empty, *options)
     assert main(["clean", str(theirs / "job.toml"), "--force"]) == 0
     said = capsys.readouterr().out
     assert f"removed actor {name}/coordinator" in said and f"removed actor {before.token}/w1" in said and f"removed {folder}" in said

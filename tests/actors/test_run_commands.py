@@ -171,7 +171,10 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
 
 
 def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(tmp_path: Path, capsys: Shown) -> None:
-    """R21: SIGKILL takes the command and its own cluster, so nobody stores the logs.  The control: a run of that name elsewhere."""
+    """R21: SIGKILL takes the command and its own cluster, so nobody stores the logs.  The control: a run of that name elsewhere.
+
+    Nor does `clean` know whose they are if somebody has deleted the run's folder: it said only that there is nothing to remove.
+    """
     name, file = f"killed-{uuid.uuid4().hex[:6]}", str(tmp_path / "job.toml")
     job_file(tmp_path, name)
     command = Command(tmp_path, "train", "job.toml")
@@ -189,7 +192,15 @@ def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(tmp_path:
     assert main(["logs", file]) == 1
     said = capsys.readouterr().out
     assert f"no logs in {tmp_path}/another/{name}/logs/" in said and f"leaves them on its nodes, in {log_folder(f'{name}-*')}, and" in said
-    clear(name, {token[-6:]}, 0.0)
+    job = job_file(tmp_path, name)
+    (bucket := Path(job.bucket) / name).rename(tmp_path / "deleted")
+    assert main(["clean", file]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"no claim of {name} is in {job.bucket}" in said and "somebody has deleted its folder" in said and "all stays" in said, said
+    assert f"remove {segment(token, 'w1')}, {segment(token, 'w2')}, {log_folder(token)}" in said and log_folder(token).exists()
+    (tmp_path / "deleted").rename(bucket)
+    assert main(["clean", file]) == 0 and f"removed {log_folder(token)}" in capsys.readouterr().out, "the control: with its claim"
+    assert not log_folder(token).exists()
 
 
 @pytest.mark.full

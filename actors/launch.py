@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import ray
 from actors import cluster
 from actors.begin import Show, begin, begin_here, claim, note_code
 from actors.coordinator import Coordinator
+from actors.ends import kill_all
 from actors.living import (
     Head,
     ask,
@@ -33,6 +34,7 @@ from actors.living import (
     view_of,
 )
 from actors.objects import pack
+from actors.processes import life_of
 from actors.signals import Requests
 from actors.terminal import screen_for
 from actors.view import View
@@ -294,14 +296,20 @@ def _attached(job: Job, coordinator: Any, requests: Requests, show: Show, look: 
 
 def _watched(job: Job, coordinator: Any, requests: Requests, show: Show, look: Look, driver: str) -> Result:
     """Watches a run to its end, or until this driver is told to leave."""
+    lives = set[str]()
+
+    def looked(view: View) -> None:
+        lives.add(life_of(job.name, view.token))
+        look(view)
+
     try:
-        view = watch(coordinator, show, look, driver, requests, 2 * job.deadlines.lease_s)
+        view = watch(coordinator, show, looked, driver, requests, 2 * job.deadlines.lease_s)
     except PlatformGaveUp:
-        reap(job.name)
+        _end(job.name, coordinator, lives)
         raise
     if view.over:
         coordinator.leave.remote(driver)
-        _await_gone(job.name)
+        _await_gone(job.name, coordinator, lives)
         return _result(job, view.state, view.reason, view.step, view.job_error)
     return _left(job, view, requests)
 
@@ -355,13 +363,16 @@ def _is_ending(coordinator: Any, deadline_s: float) -> bool:
 
 def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> None:
     """Waits until a stopping run has made its last save, from which the new run begins."""
-    said = False
-    while (view := view_of(coordinator, deadline_s)) is not None and not view.over:
+    said, lives = False, set[str]()
+    while (view := view_of(coordinator, deadline_s)) is not None:
+        lives.add(life_of(name, view.token))
+        if view.over:
+            break
         if not said:
             show(Sentence(time.time(), f"{name} is stopping ({view.stopping}); this command goes on from there"))
         said = True
         time.sleep(POLL_S)
-    _await_gone(name)
+    _await_gone(name, coordinator, lives)
 
 
 def start(job: Job, reference: Build, driver: str, seen: int, objects: Sequence[bytes] = ()) -> Any:
@@ -422,12 +433,18 @@ def lines_of(view: View) -> list[Line]:
     return [Ending(line.at, line.text) if ends and type(line) is Sentence and line.text == view.reason else line for line in view.lines]
 
 
-def _await_gone(name: str) -> None:
+def _await_gone(name: str, coordinator: Any, lives: Collection[str]) -> None:
     """Waits until nothing is left of a run that is over.  Its coordinator ends itself once the last driver has seen the end."""
     deadline = time.monotonic() + LEAVING_S
-    while attach(name) is not None and time.monotonic() < deadline:
+    while attach(name) == coordinator and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    reap(name)
+    _end(name, coordinator, lives)
+
+
+def _end(name: str, coordinator: Any, lives: Collection[str]) -> None:
+    """Ends a coordinator, and what its ``lives`` have left on this cluster; but nothing of a run of that name that was begun since."""
+    kill_all([coordinator])
+    reap(name, lives)
 
 
 def _result(job: Job, state: str, reason: str, step: int, job_error: str = "") -> Result:

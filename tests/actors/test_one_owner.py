@@ -165,6 +165,7 @@ def test_who_follows_a_coordinator_that_recorded_nothing_skips_what_it_would_hav
     coordinator = start(job, preflight(job).build, "driver", claimed)
     view = until(lambda: found if (found := ask(coordinator, "view", deadline_s=PATIENCE_S)).generation else None)
     reap("unseen")
+    until(lambda: attach("unseen") is None)  # or the next one to start it may get this one
     assert view.incarnation == claimed + 2 and run.latest_claim() == claimed + 2, "the first coordinator is dead"
     assert (view.generation == its) == host.startswith("the control")
 
@@ -187,6 +188,36 @@ def test_a_command_that_cannot_join_the_cluster_of_a_run_that_lives_does_not_beg
     assert found.returncode == 2 and "hidden lives on the cluster at" in said and "does not begin it a second time" in said, said
     assert Run.find(job).latest_claim() == 1 and ask(coordinator, "view", deadline_s=PATIENCE_S).incarnation == 1
     reap("hidden")
+
+
+@pytest.mark.must_run_in_ci
+def test_a_driver_that_slept_ends_what_is_left_of_its_run_and_not_who_has_begun_it_since(tmp_path: Path) -> None:
+    """Its coordinator died while it was stopped, as by Ctrl-Z, and another command began the run: it ended that one, by its name.
+
+    The control: the workers of its own coordinator, which would step on for two leases, are ended.
+    """
+    path, name = slow_job(tmp_path, "slept"), "slept"
+    driver = command(path, "train", "--address", ray.get_runtime_context().gcs_address)
+    try:
+        until_it_says(driver, "step     3")
+        driver.send_signal(signal.SIGSTOP)
+        old = ask(attach(name), "view", deadline_s=PATIENCE_S)
+        ray.kill(attach(name), no_restart=True)
+        until(lambda: attach(name) is None)
+        assert cluster.named(f"{old.token}/"), "its worker has outlived it"
+        job = Job.load(path).replace(on_driver_exit="detach")
+        start(job, preflight(job).build, uuid.uuid4().hex, old.incarnation)
+        new = until(lambda: found if (found := ask(attach(name), "view", deadline_s=PATIENCE_S)).workers else None)
+        driver.send_signal(signal.SIGCONT)
+        said, _ = driver.communicate(timeout=PATIENCE_S)
+    finally:
+        driver.kill()
+    assert driver.returncode == 2 and "the coordinator of the run is gone" in said, said
+    until(lambda: not cluster.named(f"{old.token}/"))
+    now = ask(attach(name), "view", deadline_s=PATIENCE_S)
+    assert (now.token, now.incarnation, now.pid) == (new.token, new.incarnation, new.pid) and old.token != new.token
+    assert {*new.workers} <= {*cluster.named(f"{new.token}/")}
+    assert main(["clean", str(path), "--force"]) == 0
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
 from elastic.control.run import Forming, RunState
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.events import Attached, Beat, Capacity, Event, Fenced, Recovered, Renewed, Said, StepDone, Tick, Together
+from elastic.protocol.events import Attached, Beat, Capacity, Event, Fenced, Recovered, Renewed, Said, Starting, StepDone, Tick, Together
 from elastic.protocol.plan import Plan
 
 FORMAT = 3
@@ -78,10 +78,10 @@ def snapshot(run: RunState, code: str = "", rules: Rules | None = None) -> dict[
 def worth_recording(event: Event, before: RunState, transition: Transition) -> bool:
     """Returns whether the event gets a record.
 
-    A heartbeat, a tick, a renewal or a capacity gets one only if it leads to an action or another state.  What it changed otherwise goes
+    A heartbeat, a tick, a renewal, a capacity or a slow start gets one only if it leads to an action or another state.  What it changed otherwise goes
     into the next record.
     """
-    if isinstance(event, Beat | Tick | Renewed | Capacity):
+    if isinstance(event, Beat | Tick | Renewed | Capacity | Starting):
         return bool(transition.actions) or transition.run.state is not before.state
     return transition.run is not before or bool(transition.actions)
 

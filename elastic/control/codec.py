@@ -78,8 +78,8 @@ def snapshot(run: RunState, code: str = "", rules: Rules | None = None) -> dict[
 def worth_recording(event: Event, before: RunState, transition: Transition) -> bool:
     """Returns whether the event gets a record.
 
-    A heartbeat, a tick, a renewal, a capacity or a slow start gets one only if it leads to an action or another state.  What it changed otherwise goes
-    into the next record.
+    A heartbeat, a tick, a renewal, a capacity or a slow start gets one only if it leads to an action or another state.  What it changed
+    otherwise goes into the next record.
     """
     if isinstance(event, Beat | Tick | Renewed | Capacity | Starting):
         return bool(transition.actions) or transition.run.state is not before.state

@@ -244,7 +244,7 @@ def test_one_that_never_comes_is_given_up_and_another_asked_for() -> None:
     play.tell(ev.Capacity(1))
     play.now = 30.0
     assert play.tell(ev.Capacity(1)) == "w1 neither joined nor got further for 30 s; start w2: 0 workers of at most 1"
-    assert play.did(Kill) == [Kill((WorkerId("w1"),), "not there 30 s after it was asked for")]
+    assert play.did(Kill) == [Kill((WorkerId("w1"),), "it neither joined nor got further for 30 s")]
 
 
 def test_waiting_has_a_budget() -> None:

@@ -11,7 +11,7 @@ GPU.  FlexAttention skips the blocks between documents.
 from __future__ import annotations
 
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -91,9 +91,10 @@ def open_flash_4() -> None:
     torch.autograd.grad(_by_flash_4(q, q, q, None).sum(), q)
 
 
-@cache
+@lru_cache(maxsize=256)
 def causal_mask(seq: int, device: torch.device) -> BlockMask:
-    """Returns the mask by which FlexAttention attends causally; it is made once in a process."""
+    """Returns the mask by which FlexAttention attends causally.  It is made once in a process for each of the newest lengths: all those of
+    samples of any length would fill the device."""
     return create_block_mask(_causal, None, None, seq, seq, device=str(device))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from elastic.ids import Cell, NodeId, Version, WorkerId
@@ -270,7 +271,9 @@ class Cluster:
             node = min(nodes, key=lambda n: (self.network.cut_s(Way.TO, n) > 0, len(self.on(n))))
             worker = self.workers[name] = Worker(self.sim, name, node)
             self.running.append(worker)
-            self.clock.after(0.5 + 1.5 * self.rng.random(), worker.receive, worker.join)
+            chance = Random(f"start of {name} {self.sim.seed}")
+            parts = chance.randint(2, 4) if chance.random() < self.sim.scenario.slow_starts else 0
+            self.clock.after(0.5 + 1.5 * self.rng.random(), worker.receive, worker.begin, parts)
 
     @property
     def free(self) -> int:

@@ -64,6 +64,8 @@ class Scenario:
     """The smallest shard degree at which a member fits its device."""
     rooms: tuple[float, ...] = ()
     """Numbers of states of which nodes have room for all copies: the nodes have them in turn.  0, and no number: workers do not say it."""
+    slow_starts: float = 0.0
+    """Part of the workers that start for longer than ``form_s``, and say again and again that they get further."""
     patience_s: float = 150.0
     """Time in seconds after the end of the last fault within which every run must end."""
 
@@ -109,6 +111,7 @@ class Scenario:
             resumes=rng.random() < 0.5,
             error_step=rng.randint(1, target_step) if rng.random() < 0.15 else None,
             error_once=rng.random() < 0.6,
+            slow_starts=0.4 if random.Random(f"slow starts {seed}").random() < 0.1 else 0.0,
             rooms=tuple(room.choice((0.0, 0.4, 0.6, 1.0, 1.5)) for _ in range(3)) if room.random() < 0.15 else (),
         )
 

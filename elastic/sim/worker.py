@@ -17,7 +17,7 @@ from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.events import Broken, Fenced, Here, Joined, Progress, Ready, StepDone
+from elastic.protocol.events import Broken, Fenced, Here, Joined, Progress, Ready, Starting, StepDone
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.sim.faults import Point
@@ -74,6 +74,17 @@ class Worker(Process):
         self.sim.strikes.passes(self, point)
 
     # -- coming and going -----------------------------------------------------------------------------------------
+
+    def begin(self, parts: int) -> None:
+        """Joins after so many long parts of its start, each shorter than ``form_s``; it says so when one begins."""
+        if not parts:
+            return self.join()
+        self.report(Starting(self.name, f"has {parts} parts of its start before it"))
+        self.sim.clock.after(0.7 * self.sim.rules.form_s, self.receive, self._went_on, parts - 1)
+
+    def _went_on(self, parts: int) -> None:
+        self.sim.oracle.occasions["a start takes longer than form_s"] += not parts
+        self.begin(parts)
 
     def join(self) -> None:
         self.joined = True

@@ -68,7 +68,7 @@ def form(decision: Decision) -> None:
     _take_up(decision, plan)
     if run.saves.by_keepers:
         saves.tell(decision)
-    enter(decision, Forming(plan, decision.now + decision.rules.form_s))
+    enter(decision, Forming(plan, decision.now + decision.rules.form_s, since=decision.now))
     decision.do(Form(plan))
     decision.say(_announcement(plan, run.generation, given_up))
     kinds = sorted({decision.run.workers[member].kind for member in plan.members})
@@ -145,7 +145,7 @@ def go(decision: Decision, plan: Plan) -> None:
     """
     membership.hold(decision, {worker: () for worker in plan.members})
     if isinstance(decision.run.state, Forming):
-        took_s = decision.now - (decision.run.state.deadline - decision.rules.form_s)
+        took_s = decision.now - min(decision.run.state.since, decision.run.state.deadline - decision.rules.form_s)
         before_s = decision.run.watch.reform_s
         decision.know("watch", reform_s=(before_s + took_s) / 2 if before_s else took_s)
     decision.know(watch=begun(decision.run.watch, decision.now))

@@ -13,15 +13,17 @@ from elastic.control.decision import Decision, names
 from elastic.control.liveness import Watch, seen_of
 from elastic.control.run import Forming
 from elastic.ids import NodeId, WorkerId
-from elastic.protocol.events import INITIALISES, Here, Progress, Ready
+from elastic.protocol.events import HEALS, INITIALISES, Here, Progress, Ready
 
 SLOW_BYTES_S = 50e6
 """Speed in bytes a second below which a member's healing is reported: about half of what 1 Gbit/s brings, the slowest network in use."""
 TELLING_BYTES = 64 * 2**20
 """Number of bytes below which the speed of healing is not judged: so few bytes take almost no time on any network."""
 
+LAST = 5
+"""Multiple of ``form_s`` within which all members must be ready once one is."""
 LATER = 8
-"""Part of ``form_s`` by which the deadline of a world that initialises is moved at least, so that not every beat is written down."""
+"""Part of ``form_s`` by which the deadline of a world that gets further is moved at least, so that not every beat is written down."""
 
 
 def here(decision: Decision, event: Here) -> None:
@@ -44,19 +46,22 @@ def _note(decision: Decision, state: Forming, worker: WorkerId, *, ready: bool) 
     decision.open("state", "there")[worker] = ready
 
 
-def initialising(decision: Decision, watch: Watch, node: NodeId, progress: Iterable[Progress]) -> None:
-    """Gives the world ``form_s`` from now on if a member that initialises has got further: only standing still is limited.
+def get_further(decision: Decision, watch: Watch, node: NodeId, progress: Iterable[Progress]) -> None:
+    """Gives the world ``form_s`` from now on if a member that initialises or heals has got further: only standing still is limited.  Once a
+    member is ready, the others get ``LAST`` times ``form_s`` in all, so that none holds all others up for hours.
 
     ``watch`` has the new ``progress``, while the run still has the watch before it.
     """
-    state, at_it = decision.run.state, [each.worker for each in progress if each.operation == INITIALISES]
+    state, at_it = decision.run.state, {each.worker: each.operation for each in progress if each.operation in (INITIALISES, HEALS)}
     if not isinstance(state, Forming) or not at_it or watch.moved_at < decision.now:
         return
     first = state.plan.members[0]
     before = decision.run.watch.counters.get(node, {}).get(first)
-    if first in at_it and (before is None or before.operation != INITIALISES):
+    if at_it.get(first) == INITIALISES and (before is None or before.operation != INITIALISES):
         decision.say(f"{first} initialises the model, as the other members do")
     deadline = decision.now + decision.rules.form_s
+    if any(state.there.values()):
+        deadline = min(deadline, state.since + LAST * decision.rules.form_s)
     if deadline - state.deadline >= decision.rules.form_s / LATER:
         decision.amend(deadline=deadline)
 

@@ -227,5 +227,5 @@ def _beat(decision: Decision, event: Beat) -> None:
     if plan is not None:
         progress = [each for each in event.progress if each.generation == plan.generation and each.worker in plan.ranks]
         watch = observe(watch, event.node, progress, now) if progress else watch
-        forming.initialising(decision, watch, event.node, progress)
+        forming.get_further(decision, watch, event.node, progress)
     decision.know(watch=evolve(watch, uploaded_at=now) if event.uploading else watch)

@@ -51,7 +51,8 @@ class Forming:
     there: dict[WorkerId, bool] = field(default_factory=dict)
     """The members that have the plan, and whether each has formed its groups and healed its state."""
     here_at: float = NEVER
-    """The time at which the first member had the plan."""
+    since: float = NEVER
+    """The times at which the first member had the plan, and at which it was sent; older journals do not know the latter."""
 
 
 @dataclass(frozen=True)

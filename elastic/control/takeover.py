@@ -82,7 +82,7 @@ def stood(decision: Decision, event: Tick) -> None:
         case Waiting(since):
             decision.amend(since=since + later_s)
         case Forming() as state:
-            decision.amend(deadline=state.deadline + later_s, here_at=state.here_at + later_s)
+            decision.amend(deadline=state.deadline + later_s, here_at=state.here_at + later_s, since=state.since + later_s)
         case Stopping() | Finishing() as state:
             decision.amend(deadline=state.deadline + later_s)
 
@@ -102,7 +102,7 @@ def _forgive_the_silence(decision: Decision) -> None:
     decision.know(watch=watch, saves=Saves(again))
     match run.state:
         case Forming():
-            decision.amend(deadline=now + rules.form_s, here_at=now if run.state.there else NEVER)
+            decision.amend(deadline=now + rules.form_s, here_at=now if run.state.there else NEVER, since=now)
         case Stopping(planned=False):
             decision.amend(deadline=now + rules.fence_s)
         case Finishing():

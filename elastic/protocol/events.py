@@ -221,6 +221,8 @@ STOPPED = "is stopped"
 """Operation of a process that a signal has stopped."""
 INITIALISES = "initialises"
 """Operation of a member that runs the model's initialisation.  What it completes then is single operations of the user's code."""
+HEALS = "heals"
+"""Operation of a member that fills its shard.  What it completes then is single pieces of the state."""
 
 
 @dataclass(frozen=True)

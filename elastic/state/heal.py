@@ -7,6 +7,7 @@ few messages.  A member copies the slices that it already holds from its own mem
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from elastic.ids import WorkerId
 from elastic.plan.placement import cell_of, held
 from elastic.plan.transfer import Move, missing, moves, reads_copies
 from elastic.protocol.copy_schedule import Copy
+from elastic.protocol.events import HEALS
 from elastic.protocol.plan import Plan
 from elastic.runs import forks
 from elastic.state.digest import digests
@@ -30,6 +32,7 @@ from elastic.state.initialise import initialise
 from elastic.state.shard import DTYPES, Home, Key, Shard, place_of
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.state.streaming import look_at
+from elastic.train.counters import OPERATIONS
 from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, begun_anew, misfit
 from elastic.train.step import Session
 from storage.background import begin
@@ -81,7 +84,7 @@ class Healing:
         with contextlib.ExitStack() as open_:
             for staging_stream in streams:
                 open_.enter_context(staging_stream)
-            return read(state.shard, state.tensors, self.plan, access, self.moves, streams, self.leave_if_over)
+            return read(state.shard, state.tensors, self.plan, access, self.moves, streams, partial(self._got_further, self.leave_if_over))
 
     def finish(self, there: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None] = nothing) -> None:
         """Fills the rest of the shard.
@@ -90,9 +93,26 @@ class Healing:
         Raises :class:`WorldBroken` if a member is lost (:class:`CopyLost`: if a keeper's copy cannot be read), :class:`StateMissing`, and
         the errors of the bucket.
         """
+        counters = self.session.counters
+        if self.plan.tier == "init":
+            initialise(self.state, self.session.builder, counters, hook, self.leave_if_over)
+        counters.at(HEALS)
+        try:
+            self._fill(there, checkpoints, partial(self._got_further, hook))
+        finally:
+            counters["collective"] = 0
+            counters.at("forms")
+
+    def _got_further(self, then: Callable[[], None]) -> None:
+        """Lets the keeper see that this member does not stand still, then calls ``then``."""
+        counters = self.session.counters
+        if OPERATIONS[counters["operation"]] == HEALS:
+            counters["collective"] = time.monotonic_ns() // 1_000_000
+        then()
+
+    def _fill(self, there: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None]) -> None:
         state, plan, counters = self.state, self.plan, self.session.counters
         if plan.tier == "init":
-            initialise(state, self.session.builder, counters, hook, self.leave_if_over)
             if state.job.init:
                 counters["healed_bucket_bytes"] += weights_of(state, checkpoints, hook)
             return

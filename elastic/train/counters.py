@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from elastic.protocol.events import INITIALISES
+from elastic.protocol.events import HEALS, INITIALISES
 
 FIELDS = (
     "pid",
@@ -31,14 +31,14 @@ FIELDS = (
     "started",
 )
 """``step``, ``microbatch`` and ``collective`` are the last completed ones.  ``operation`` is the worker's present one, an index into
-:data:`OPERATIONS`; while it initialises, ``collective`` is the time of its newest operation.  ``microbatches_run`` counts since the process
-began, without idle rounds.  ``healed_live_bytes``, ``healed_host_bytes`` and ``healed_bucket_bytes`` are the bytes of state that came from
-members, keepers' copies and the bucket.  ``stepping_since_ns`` is the wall clock at which computing of the generation's first microbatch
-began, 0 before.  ``copies`` is the descriptor of the worker's region of host copies, 0 for none.  ``started`` is when the process
-began, as the kernel counts it; a later process with the same ``pid`` began later."""
+:data:`OPERATIONS`; while it initialises or heals, ``collective`` is the time at which it last got further.  ``microbatches_run`` counts
+since the process began, without idle rounds.  ``healed_live_bytes``, ``healed_host_bytes`` and ``healed_bucket_bytes`` are the bytes of
+state that came from members, keepers' copies and the bucket.  ``stepping_since_ns`` is the wall clock at which computing of the
+generation's first microbatch began, 0 before.  ``copies`` is the descriptor of the worker's region of host copies, 0 for none.
+``started`` is when the process began, as the kernel counts it; a later process with the same ``pid`` began later."""
 PLACES = {name: place for place, name in enumerate(FIELDS)}
 BYTES = 8 * len(FIELDS)
-OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates", INITIALISES, "validates")
+OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates", INITIALISES, "validates", HEALS)
 FOLDER = Path("/dev/shm")
 
 

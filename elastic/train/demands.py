@@ -16,8 +16,6 @@ from elastic.plan.placement import number_of_cells
 from elastic.train.machine.device import need_of
 from storage.slices import Tensor
 
-SLOW = 5e8
-"""Bytes of state a second at which a slow bucket fills a forming world."""
 SLOW_DISK = 1e9
 """Bytes of state a second that a disk reads while it writes as many; the workers of a node share it."""
 LARGE = 1e9
@@ -62,17 +60,6 @@ def initialising(job: Job, model: nn.Module) -> list[str]:
         return [f"numerics = 1: the first worker initialises the whole model on its CPU: {took}"]
     there = f"{amount(RESIDENT + 2 * largest)} of memory beside its part"
     return [f"every worker initialises the model by itself on its CPU: about {takes_s:.0f} s before the first step, and up to {there}"]
-
-
-def forming(job: Job, state_bytes: int) -> list[str]:
-    """Returns a warning if the state is so large that the forming deadline could stop a world that is still being filled."""
-    takes_s, form_s = state_bytes / SLOW, job.deadlines.form_s
-    if takes_s <= form_s / 2:
-        return []
-    return [
-        f"deadlines.form_s = {form_s:g} may be too short for {amount(state_bytes)} of state: at {amount(SLOW)} a second, as of a slow "
-        f"bucket, they take {takes_s:.0f} s, and a world that is not ready by then is formed anew; set it to {ceil(2 * takes_s)} or more"
-    ]
 
 
 def updating(job: Job, state_bytes: int) -> list[str]:

@@ -129,7 +129,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     if local:
         return Checked(build, [*notes, *_unused(job)], sources)
     notes += [*filter(None, [unnamed_policy(tried, tensors)]), *demands.copying(job, state_bytes), *demands.hosting(job, tensors)]
-    return Checked(build, [*notes, *demands.forming(job, state_bytes), *demands.updating(job, state_bytes)], sources)
+    return Checked(build, [*notes, *demands.updating(job, state_bytes)], sources)
 
 
 def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> list[str]:

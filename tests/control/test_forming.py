@@ -417,6 +417,38 @@ def test_if_all_stand_still_nobody_is_killed() -> None:
     assert not play.did(Kill)
 
 
+def test_form_s_does_not_limit_a_healing_that_gets_further() -> None:
+    """A slow bucket may need many minutes for a large state.  The controls: members that stand still; and one member that holds up all
+    others, which gets five times as long in all."""
+    play = started(2)
+    play.here("w1", "w2")
+    for at in range(1, 12):
+        assert initialises(play, "w1", at, ev.HEALS) == "" == play.later(20.0)
+    assert isinstance(play.run.state, Forming) and play.later(9.9) == ""
+    initialises(play, "w1", 11, ev.HEALS)  # nothing new
+    assert "did not get ready within 30 s; blame the store" in play.later(0.1)
+
+    play = started(2)
+    play.here("w1", "w2")
+    play.tell(ev.Ready(WorkerId("w2"), 1))
+    for at in range(1, 8):
+        assert initialises(play, "w1", at, ev.HEALS) == "" == play.later(20.0)
+    assert initialises(play, "w1", 8, ev.HEALS) == "" == play.later(9.9)
+    assert "but w1 did not get ready" in play.later(0.1)
+
+
+def test_the_time_that_a_world_took_to_form_counts_from_its_plan() -> None:
+    """Growing is judged by it.  The control: the deadline, from which it was computed before, was moved meanwhile."""
+    play = started(2)
+    play.here("w1", "w2")
+    for at in range(1, 4):
+        initialises(play, "w1", at, ev.HEALS)
+        play.later(20.0)
+    play.tell(ev.Ready(WorkerId("w1"), 1))
+    play.tell(ev.Ready(WorkerId("w2"), 1))
+    assert isinstance(play.run.state, Running) and play.run.watch.reform_s == 60.0
+
+
 def test_other_operations_do_not_move_the_deadline() -> None:
     """Negative control: a member that does something else, however busily, must be ready in time."""
     play = started(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,9 @@ from elastic.plan.layout import Layout
 from elastic.state import heal
 from elastic.state.heal import _exchange, nothing
 from elastic.train.blame import classify, touch
+from elastic.train.counters import OPERATIONS
 from elastic.train.model import State, build_model, builder_of, tensors_of
+from elastic.train.step import Session
 from tests.support.carried import Begun, Healed, begin, go_on, holdings
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, finish, member, train
@@ -313,3 +316,34 @@ def test_one_bit_wrong_in_what_is_held(ranks: Ranks, reference: Trained, tmp_pat
     members: list[Healed] = ranks.run(Layout(2, 1), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS, 1)
     assert [len(each.wrong) for each in members] == [1, 1] and members[0].wrong == members[1].wrong
     assert ended(job, Layout(2, 1), members) != reference.hash
+
+
+def seen_on_the_way(world: World, job: Job, version: Version) -> tuple[list[tuple[str, int]], tuple[str, int]]:
+    """Heals from the bucket, or initialises.  Returns the operation and the progress that a keeper would see at each piece, and after."""
+    seen, plain = list[tuple[str, int]](), heal.Healing._got_further
+
+    def now(session: Session) -> tuple[str, int]:
+        return OPERATIONS[session.counters["operation"]], session.counters["collective"]
+
+    def noted(self: heal.Healing, then: Callable[[], None]) -> None:
+        plain(self, then)
+        seen.append(now(self.session))
+
+    heal.Healing._got_further = noted  # type: ignore[method-assign]
+    try:
+        with member(world, job, version) as me:
+            return seen, now(me.session)
+    finally:
+        heal.Healing._got_further = plain  # type: ignore[method-assign]
+
+
+def test_a_member_that_heals_is_seen_to_get_further(ranks: Ranks, tmp_path: Path) -> None:
+    """Piece by piece, so the world gets more time as long as its bucket brings something.  The control: who initialises does not heal."""
+    job = toy_job(tmp_path)
+    version = first_world(ranks, job, Layout(1, 2))
+    (healed, after), *_ = ranks.run(Layout(1, 1), seen_on_the_way, job, version)
+    assert len(healed) > 20 and {operation for operation, _ in healed} == {"heals"} and after == ("forms", 0)
+    times = [time_ms for _, time_ms in healed]
+    assert times == sorted(times) and times[0] > 0
+    ((begun, after),) = ranks.run(Layout(1, 1), seen_on_the_way, job, Version(0, 0))
+    assert begun == [] and after == ("forms", 0)

@@ -65,21 +65,6 @@ def test_the_code_of_a_users_optimizer_is_part_of_the_build(tmp_path: Path, text
         preflight(job_on(tmp_path, tmp_path / "data", optim={"kind": "first_rule:Rule"}))
 
 
-def test_a_state_too_large_for_the_time_to_form_is_told_of(tmp_path: Path, text: Path) -> None:
-    """A bucket may need minutes for the state of 8 B parameters.  The value that the sentence recommends silences it."""
-    prepare(text, str(tmp_path / "data"))
-    large = {"vocab": 257, "dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336}
-
-    def told(model: dict[str, Any], form_s: float) -> list[str]:
-        job = job_on(tmp_path, tmp_path / "data", name=f"of-{model['dim']}", model_args=model, deadlines={"form_s": form_s})
-        return [note for note in preflight(job).notes if "form_s" in note]
-
-    assert told({"vocab": 257, "dim": 16, "layers": 1, "heads": 2}, 120) == []
-    (sentence,) = told(large, 120)
-    assert sentence.startswith("deadlines.form_s = 120 may be too short for 83.8 GB of state: "), sentence
-    assert told(large, float(sentence.split()[-3])) == [] != told(large, 300)
-
-
 def test_the_memory_of_copies_is_told_unless_it_is_trivial(tmp_path: Path, text: Path) -> None:
     """A state of less than a megabyte needs no sentence, a larger one has one; so has every run without copies, which is another matter."""
     prepare(text, str(tmp_path / "data"))

@@ -25,7 +25,7 @@ from elastic.imports import load
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from elastic.report.ledger import ledger
-from elastic.report.story import Line, Sentence, StepLine
+from elastic.report.story import Line, Scored, Sentence, StepLine
 from elastic.runs.run import Run
 from elastic.train.counters import FIELDS, Counters, segment
 from elastic.train.faults import EXIT_CODE
@@ -161,15 +161,26 @@ def trial(job: Job, act: Any = None, *, hash_it: bool = True, tell: Callable[[Li
 
 
 def alone(job: Job) -> Any:
-    """Runs the job in one process without Ray.  Returns its hash, its losses, and the samples that the cursor gives each step."""
-    lines: list[StepLine] = []
-    assert run_local(job, lambda line: lines.append(line) if isinstance(line, StepLine) else None)[0] == "Finished"
-    cursor = Cursor(len(load(job.data.dataset)(**job.data.args)), job.global_batch, job.seed, job.data.sampling)
+    """Runs the job in one process without Ray.
+
+    Returns its hash, its losses, also those of validations, and the samples that the cursor gives each step.
+    """
+    lines: list[Line] = []
+    assert run_local(job, lines.append)[0] == "Finished"
+    dataset = load(job.data.dataset)(**job.data.args)
+    lengths = dataset.lengths if job.data.group_by_length else None
+    cursor = Cursor(len(dataset), job.global_batch, job.seed, job.data.sampling, lengths)
     due = {
         step: SimpleNamespace(samples=tuple(cursor.microbatch_ids(step, each, job.microbatch) for each in range(job.microbatches)))
         for step in range(1, job.steps + 1)
     }
-    return SimpleNamespace(hash=exported_hash(job), losses=[line.loss for line in lines], ledger=due)
+    losses = [line.loss for line in lines if isinstance(line, StepLine)]
+    return SimpleNamespace(hash=exported_hash(job), losses=losses, validated=validated(lines), ledger=due)
+
+
+def validated(lines: Iterable[Line]) -> list[tuple[int, float]]:
+    """Returns the step and the loss of each validation."""
+    return [(line.step, line.loss) for line in lines if isinstance(line, Scored)]
 
 
 def exported_hash(job: Job) -> str:

@@ -96,13 +96,16 @@ class Script:
         """The tier from which a world begins when the only holder of a slice is gone."""
         return "host" if self.copies else "bucket"
 
+    def gates(self, bucket: Path, global_batch: int = 16) -> dict[str, str]:
+        """Returns the file that opens each gate, by a sample of the gate's step: an argument of the dataset."""
+        cursor = Cursor(SAMPLES, global_batch, 0, "permutation")
+        return {str(cursor.ids(each.step)[0]): str(gate(bucket, each)) for each in (*self.growth, *self.cramps)}
+
     def job(self, bucket: Path, name: str, **changes: Any) -> Job:
-        cursor = Cursor(SAMPLES, 16, 0, "permutation")
-        gates = {str(cursor.microbatch_ids(each.step, 0, 2)[0]): str(gate(bucket, each)) for each in (*self.growth, *self.cramps)}
         values: dict[str, Any] = {
             "name": name,
             "steps": STEPS,
-            "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "gates": gates}},
+            "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "gates": self.gates(bucket)}},
             "parallel": LAYOUTS[self.layout],
             "workers": {"min": 1, "max": self.workers},
             "checkpoint": {"save_every": RARELY if self.copies else SAVE_EVERY[self.layout]},
@@ -116,7 +119,7 @@ class Script:
 def undisturbed(folder: Path, **changes: Any) -> Any:
     """Runs the job of every script undisturbed, but for ``changes``: one worker in this process, without Ray."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}
-    return alone(toy_job(folder, name="local", steps=STEPS, data=data, **changes))
+    return alone(toy_job(folder, **({"name": "local", "steps": STEPS, "data": data} | changes)))
 
 
 def gate(bucket: Path, at: Grow | Cramp) -> Path:

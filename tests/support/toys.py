@@ -13,8 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic.data.tokens import TokenDataset
 from elastic.job import Job
 from tests.support.patience import PATIENCE_S
+
+
+def pass_gate(gates: Mapping[int, Path], sample: int) -> None:
+    """Returns once the gate of ``sample``, if it has one, is open."""
+    until = time.monotonic() + PATIENCE_S
+    while sample in gates and not gates[sample].exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"the gate {gates[sample]} was not opened within {PATIENCE_S} s")
+        time.sleep(0.005)
 
 
 class Sums:
@@ -44,7 +54,7 @@ class Sums:
         time.sleep(self.read_s)  # a slow disk: paces a run without taking a core
         rows = []
         for i in ids:
-            self._pass(i)
+            pass_gate(self.gates, i)
             row = [i % self.vocab]
             while len(row) <= self.seq_len:
                 row.append((row[-1] + (5 if row[-1] % 7 == 0 else 3)) % self.vocab)
@@ -53,15 +63,37 @@ class Sums:
             rows.append(row)
         return {"tokens": torch.tensor(rows, dtype=torch.int64)}
 
-    def _pass(self, sample: int) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while sample in self.gates and not self.gates[sample].exists():
-            if time.monotonic() > until:
-                raise TimeoutError(f"the gate {self.gates[sample]} was not opened within {PATIENCE_S} s")
-            time.sleep(0.005)
-
     def fingerprint(self) -> str:
         return f"sums-{self.samples}-{self.seq_len}-{self.vocab}-{self.masked}"
+
+
+class Ragged(Sums):
+    """Samples of many lengths, which it tells; they are padded with -1 to the longest of a microbatch."""
+
+    def lengths(self, ids: tuple[int, ...]) -> list[int]:
+        return [4 + 5 * i % (self.seq_len - 3) for i in ids]
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        sizes = torch.tensor(self.lengths(ids))
+        tokens = super().read(ids)["tokens"][:, : int(sizes.max())]
+        return {"tokens": tokens.masked_fill(torch.arange(tokens.shape[1]) >= sizes[:, None], -1)}
+
+    def fingerprint(self) -> str:
+        return f"ragged-{super().fingerprint()}"
+
+
+class Packed(TokenDataset):
+    """A prepared dataset of just so many ``samples``, with gates, as those of :class:`Sums`."""
+
+    def __init__(self, samples: int, gates: Mapping[str, str] = MappingProxyType({}), **args: Any) -> None:
+        super().__init__(**args)
+        self.gates = {int(sample): Path(path) for sample, path in gates.items()}
+        assert len(self) == samples, "the gates are of other samples"
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        for sample in ids:
+            pass_gate(self.gates, sample)
+        return super().read(ids)
 
 
 class Paced(Sums):

@@ -25,7 +25,7 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     more: dict[str, Tensor] = {}
     if documents is not None:
         kind: Any = type(model)
-        _expect_documents(kind)
+        expect_documents(kind)
         targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], -1)
         more = {"documents": documents[:, :-1]}
     if getattr(model, "fuses_loss", False):
@@ -52,7 +52,8 @@ def _logits(returned: Any, inputs: Tensor) -> Tensor:
 
 
 @cache
-def _expect_documents(model: Any) -> None:
+def expect_documents(model: Any) -> None:
+    """Raises :class:`ModelError` if the class ``model`` takes no documents."""
     known = inspect.signature(model.forward).parameters.values()
     if not any(each.name == "documents" or each.kind is each.VAR_KEYWORD for each in known):
         raise ModelError(

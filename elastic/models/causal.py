@@ -1,4 +1,5 @@
-"""Finds out whether a language model of the library transformers looks at later tokens, from which ``next_token`` would learn to copy.
+"""Finds out what a language model of the library transformers looks at: later tokens, from which ``next_token`` would learn to copy, or
+other documents of a packed sample, though it was given their mask and positions.
 
 Neither a model's class nor its config tells.  So a model runs twice: if other tokens at the end change the logits before them, it looks
 ahead.  That needs weights, so the model is built small: all its widths are divided by one power of two, so that heads still fit them.  All
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.utils import logging
+
+from elastic.kernels.attention import Kernel, attention_mask, positions_of
 
 HEAD = 8
 """Smallest width of a head of a small model; rotations may take a quarter of it, and need two numbers."""
@@ -46,8 +49,8 @@ REMEDIES: tuple[dict[str, Any], ...] = (
 )
 """Settings of configs that let some models look back only."""
 
-_FOUND: dict[str, bool | None] = {}
-"""The configs, as JSON, that were tried, and the answers: each world builds its model anew."""
+_FOUND: dict[tuple[str, str], bool | None] = {}
+"""The questions, with configs as JSON, that were tried, and the answers: each world builds its model anew."""
 
 
 def looks_ahead(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
@@ -55,9 +58,21 @@ def looks_ahead(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
 
     It leaves the generators of random numbers as they were.
     """
-    known = config.to_json_string()
+    return _answer(config, make, _ahead)
+
+
+def keeps_apart(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
+    """Returns whether a document of a packed sample has the logits that it has alone; None if that cannot be found out.
+
+    The model gets the mask of the documents and positions within them.  Windows wider than :data:`SEQ` tokens are not seen.
+    """
+    return _answer(config, make, _apart)
+
+
+def _answer(config: Any, make: Callable[[Any], nn.Module], ask: Callable[[Any, Any], bool | None]) -> bool | None:
+    known = ask.__name__, config.to_json_string()
     if known not in _FOUND:
-        _FOUND[known] = _try(config, make)
+        _FOUND[known] = _try(config, make, ask)
     return _FOUND[known]
 
 
@@ -74,14 +89,14 @@ def remedy(config: Any, make: Callable[[Any], nn.Module]) -> str:
     return "take another model_type, such as 'llama'"
 
 
-def _try(config: Any, make: Callable[[Any], nn.Module]) -> bool | None:
+def _try(config: Any, make: Callable[[Any], nn.Module], ask: Callable[[Any, Any], bool | None]) -> bool | None:
     with _silence(), torch.random.fork_rng([]):
         for version in (_smaller, deepcopy):
             try:
                 each = version(config)
                 with torch.device("meta"):
                     model = make(each)
-                if _share(model) <= MOST and (found := _run(model, each)) is not None:
+                if _share(model) <= MOST and (found := ask(model, each)) is not None:
                     return found
             except FAILURES:
                 continue
@@ -121,17 +136,40 @@ def _fill(model: Any) -> None:
 
 
 @torch.no_grad()
-def _run(model: Any, config: Any) -> bool | None:
+def _ahead(model: Any, config: Any) -> bool | None:
     _fill(model.eval())
-    text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None) or SEQ
-    seq = min(SEQ, positions) if positions > 0 else SEQ  # some have -1, for any number
-    before = seq - min(LAST, seq // 3)
+    tokens, before = _tokens(config)
     with torch.device("cpu"):
-        tokens = torch.randint(text.vocab_size, (2, seq))
         tokens[1, :before] = tokens[0, :before]
         ones = torch.ones_like(tokens)
         first, second = (model(input_ids=row[None], attention_mask=ones[:1], use_cache=False).logits[0, :before] for row in tokens)
+    return _differ(first, second)
+
+
+@torch.no_grad()
+def _apart(model: Any, config: Any) -> bool | None:
+    _fill(model.eval())
+    tokens, before = _tokens(config)
+    with torch.device("cpu"):
+        documents = (torch.arange(tokens.shape[1]) >= before).int().expand_as(tokens)
+        mask = attention_mask(tokens, documents, Kernel.TORCH)
+        packed = model(input_ids=tokens, attention_mask=mask, position_ids=positions_of(documents), use_cache=False).logits
+        parts = (tokens[:, :before], tokens[:, before:])
+        alone = [model(input_ids=part, attention_mask=torch.ones_like(part), use_cache=False).logits for part in parts]
+    found = _differ(torch.cat(alone, 1), packed)
+    return None if found is None else not found
+
+
+def _tokens(config: Any) -> tuple[torch.Tensor, int]:
+    """Returns two random sequences of a length that the model has positions for, and how many tokens of each come before the last ones."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or SEQ
+    seq = min(SEQ, positions) if positions > 0 else SEQ  # some have -1, for any number
+    with torch.device("cpu"):
+        return torch.randint(text.vocab_size, (2, seq)), seq - min(LAST, seq // 3)
+
+
+def _differ(first: torch.Tensor, second: torch.Tensor) -> bool | None:
     change, largest = float((first - second).abs().max()), float(first.abs().max())
     return change > SAME * largest if 0 < largest < float("inf") else None
 

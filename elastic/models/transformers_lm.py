@@ -6,6 +6,8 @@ takes the place of two parts.  Facts of the model that was built decide where, n
 - Attention.  Where the library would call torch's ``scaled_dot_product_attention``, it calls ours.  Its own masks tell which layers attend
   plainly causally; other masks, such as windows, and biases go on to the library's function.  Models that the library itself keeps from
   that function, because of soft caps or sinks, stay as they are.
+- Documents.  Where packed samples keep their documents apart, the library gets positions within documents, and our mask in the place of its
+  own.  That is right if all its own masks are plainly causal, and a small model shows that a document has the logits that it has alone.
 - Loss.  The fused loss is right if the product of the head with its input is the logits.  To find out, the model runs on the meta device
   with a head that returns its input: if that same tensor comes out as the logits, nothing scales, caps or shifts them.
 """
@@ -25,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from elastic.kernels.attention import Kernel, Mask, causal_attention, causal_mask
+from elastic.kernels.attention import Kernel, Mask, attention_mask, causal_attention, causal_mask, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
-from elastic.models.causal import looks_ahead, remedy
+from elastic.models.causal import keeps_apart, looks_ahead, remedy
 from elastic.models.pretrained import Rename, check_weights, load_weights, same
 from elastic.models.spec import ShardingTable
 
@@ -42,8 +44,10 @@ except ImportError as error:
 
 LIBRARY = "transformers"
 """The library whose version makes part of the bits, so that it must be the same for all members."""
-TORCH, FLEX, FLASH_4 = "elastic", "elastic_flex", "elastic_flash_4"
-"""Names under which the library knows our attention: by torch's default on the device, and by FlexAttention."""
+TORCH, FLEX, FLASH_4, PLAIN = "elastic", "elastic_flex", "elastic_flash_4", "elastic_plain"
+"""Names under which the library knows our attention: by torch's default on the device, by FlexAttention, by flash-attention 4, and by the
+default with a check that its own masks are plainly causal.
+"""
 SMALLEST = 16
 """Smallest size of a head with which FlexAttention works."""
 _FUSES: dict[str, bool] = {}
@@ -70,6 +74,8 @@ def build(config: Mapping[str, Any] | None = None, path: str | None = None, pret
         raise ValueError(f"this {found.model_type!r} attends to later tokens, so there is nothing to learn but to copy them; {fix}")
     if model._supports_flex_attn and model.config._attn_implementation == TORCH:
         model.attends = Kernel.TORCH
+        if _flexes_always(model.config):
+            model.attends_in_documents = Kernel.TORCH
     model.__class__ = _fitted(model.__class__)
     if ahead is None:
         model.doubt = f"whether {found.model_type!r} of transformers attends to later tokens is not known: no small one of its kind runs"
@@ -134,10 +140,11 @@ def _read(path: str) -> PreTrainedConfig:
 class Fitted:
     """A part of a model's class that has what the engine asks of a model: tokens, int64 [batch, seq] -> logits [batch, seq, vocab].
 
-    With targets, int64 [batch, seq], it returns the sum of their cross-entropies instead, a float32 scalar, and never makes the logits.  A
-    model has the attributes ``fuses_loss`` and ``attends``, by which the engine chooses, only if it can do so.  The library's own
-    ``init_weights()`` serves: it leaves alone what the constructor initialised, which is everything unless the model was built on meta.
-    Weights from a folder come after it.
+    With targets, int64 [batch, seq], it returns the sum of their cross-entropies instead, a float32 scalar, and never makes the logits.
+    With ``documents``, integers [batch, seq], a token attends to its own document only, and its position is that within it.  A model has
+    the attributes ``fuses_loss``, ``attends`` and ``attends_in_documents``, by which the engine chooses, only if it can do so.  The
+    library's own ``init_weights()`` serves: it leaves alone what the constructor initialised, which is everything unless the model was
+    built on meta.  Weights from a folder come after it.
     """
 
     pretrained: Callable[[nn.Module], None] | None = None
@@ -145,14 +152,21 @@ class Fitted:
     doubt = ""
     """A sentence for the user about a check that was not possible."""
 
-    def forward(self: Any, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self: Any, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         if hasattr(self, "attends"):
-            self.config._attn_implementation = {Kernel.FLEX: FLEX, Kernel.FLASH_4: FLASH_4}.get(self.attends, TORCH)
+            named = TORCH if documents is not None else {Kernel.FLEX: FLEX, Kernel.FLASH_4: FLASH_4}.get(self.attends, TORCH)
+            self.config._attn_implementation = named
+        inputs = _inputs(tokens)
+        if documents is not None:
+            mask = attention_mask(tokens, documents, getattr(self, "attends_in_documents", Kernel.TORCH))
+            if isinstance(mask, BlockMask):
+                mask.ndim = 4  # type: ignore[attr-defined]  # GPT-2 asks for it, and a BlockMask does not say
+            inputs |= {"attention_mask": mask, "position_ids": positions_of(documents)}
         if targets is None:
-            return super().forward(**_inputs(tokens)).logits  # type: ignore[misc]
+            return super().forward(**inputs).logits  # type: ignore[misc]
         head = self.get_output_embeddings()
         with head.passing():
-            super().forward(**_inputs(tokens))  # type: ignore[misc]
+            super().forward(**inputs)  # type: ignore[misc]
             return cross_entropy(head.input, head.weight, targets)
 
     def init_weights(self: Any) -> None:
@@ -164,6 +178,15 @@ class Fitted:
         lists = [(name, module) for name, module in self.named_modules() if isinstance(module, nn.ModuleList)]
         blocks = (f"{name}.{n}" for name, each in lists for n, block in enumerate(each) if type(block).__name__ in self._no_split_modules)
         return ShardingTable(blocks=tuple(blocks))
+
+    def mixes_documents(self: Any) -> str:
+        """Returns a sentence that says why the model, on the meta device, cannot keep the documents of a sample apart; "" if it can."""
+        if _is_plain(self) and keeps_apart(self.config, _made):
+            return ""
+        return (
+            f"the documents of a sample cannot be kept apart in this {self.config.model_type!r} of transformers, which has windows, or "
+            f"masks, positions or layers of its own"
+        )
 
     @property
     def vocab(self: Any) -> int:
@@ -224,6 +247,30 @@ def _multiplies_last(model: Any) -> bool:
         model.config._experts_implementation, head.__class__ = usual, nn.Linear
 
 
+def _is_plain(model: Any) -> bool:
+    """Returns whether ``model``, on the meta device, attends by our function, and all its masks are plainly causal at any length."""
+    usual, experts = model.config._attn_implementation, model.config._experts_implementation
+    if usual not in (TORCH, FLEX, FLASH_4):
+        return False
+    model.config._attn_implementation, model.config._experts_implementation = PLAIN, "batched_mm"
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            super(Fitted, model).forward(**_inputs(torch.zeros(1, 2, dtype=torch.int64, device="meta")))
+        return True
+    except (RuntimeError, NotPlain):
+        return False
+    finally:
+        model.config._attn_implementation, model.config._experts_implementation = usual, experts
+
+
+def _flexes_always(config: PreTrainedConfig) -> bool:
+    """Returns whether FlexAttention serves all layers: it has no dropout, and a smallest size of heads."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    head = getattr(text, "head_dim", None) or (text.hidden_size // heads if isinstance(heads, int) else 0)
+    return head >= SMALLEST and not any("drop" in name and isinstance(rate, float) and rate for name, rate in text.to_dict().items())
+
+
 def _attends_by_torch(model: Any) -> bool:
     """Returns whether ``model`` attends by torch's function through the library's registry, and never asks whether it does."""
     if model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
@@ -246,7 +293,7 @@ def attend(
     """Attends as the library asks, by :func:`causal_attention` where that is the same.
 
     ``query``, ``key`` and ``value`` are [batch, heads, seq, dim], and the first result is [batch, seq, heads, dim].  A :class:`BlockMask`
-    comes from :func:`flex_mask`, which gives it where the library has no mask.
+    comes from :func:`flex_mask`, which gives it where the library has no mask, or is that of documents.
     """
     chosen: Mask = attention_mask if isinstance(attention_mask, BlockMask) else None
     if module.config._attn_implementation == FLASH_4:
@@ -254,7 +301,10 @@ def attend(
     mask = None if isinstance(attention_mask, BlockMask) else attention_mask
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     others = [name for name in ("position_bias", "softcap") if more.get(name) is not None]
-    if mask is not None or not causal or query.shape[2] != key.shape[2] or others:
+    own = mask is not None or not causal or query.shape[2] != key.shape[2] or bool(others)
+    if isinstance(attention_mask, BlockMask) and module.config._attn_implementation == TORCH:
+        assert not own and not dropout and query.shape[3] >= SMALLEST, "FlexAttention keeps documents apart only where it serves all layers"
+    if own:
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal, **more)
     if dropout or query.shape[3] < SMALLEST:
         chosen = None
@@ -273,6 +323,16 @@ def flex_mask(*, q_length: int, kv_length: int, device: torch.device, **facts: A
     return causal_mask(q_length, device) if found is None and q_length == kv_length and not both_ways else found
 
 
-for _name, _mask in ((TORCH, torch_mask), (FLEX, flex_mask), (FLASH_4, torch_mask)):
+class NotPlain(Exception):
+    """A layer has a mask that is not plainly causal."""
+
+
+def plain_mask(*, local_size: int | None = None, **facts: Any) -> None:
+    """Raises :class:`NotPlain` for a window, also one that is wider than the tokens, and for any mask that torch would need."""
+    if local_size is not None or facts.get("allow_is_bidirectional_skip", False) or torch_mask(**facts) is not None:
+        raise NotPlain
+
+
+for _name, _mask in ((TORCH, torch_mask), (FLEX, flex_mask), (FLASH_4, torch_mask), (PLAIN, plain_mask)):
     AttentionInterface.register(_name, attend)
     AttentionMaskInterface.register(_name, _mask)

@@ -10,6 +10,7 @@ from errno import EACCES, ENOENT, ENOTDIR, EPERM, EROFS
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from elastic.engine.axes.buckets import buckets_of, described
 from elastic.engine.batch_norm import tracking
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.kept import reader_of_fp8
+from elastic.engine.loss import expect_documents, next_token
 from elastic.engine.optim.trial import check_rule
 from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within
 from elastic.engine.precision import PRECISIONS
@@ -89,8 +91,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         unread = [*_check_readers(tried, session), *_check_held_out(tried, session)]
         session.close()
     check_rule(job, session.rule)
-    _check_vocabulary(model, session.loader.dataset)
-    check_samples(job, model, session.loader.dataset)
+    _check_dataset(job, model, session)
     for sink, args in job.metrics.sinks.items():
         check_sink(sink, args)
     _check_layers(job, model)
@@ -322,6 +323,13 @@ def _unused(job: Job) -> list[str]:
     return notes
 
 
+def _check_dataset(job: Job, model: nn.Module, session: Session) -> None:
+    """Raises :class:`ModelError` if the model cannot train on what the dataset gives, or continue the prompts of the job."""
+    _check_vocabulary(model, session.loader.dataset)
+    _check_documents(model, session)
+    check_samples(job, model, session.loader.dataset)
+
+
 def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
     """Raises :class:`ModelError` if the dataset's vocabulary is larger than the model's.
 
@@ -331,6 +339,18 @@ def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
     if isinstance(known, int) and isinstance(used, int) and known < used:
         raise ModelError(
             f"the vocabulary of the model, {known}, is smaller than that of the dataset, {used}; set it to {used} or more in model_args"
+        )
+
+
+def _check_documents(model: nn.Module, session: Session) -> None:
+    """Raises :class:`ModelError` if the dataset tells the documents of its samples, and the model cannot keep them apart."""
+    if getattr(session.loader.dataset, "documents", False) is not True or session.loss is not next_token:
+        return
+    kind: Any = type(model)
+    expect_documents(kind)
+    if callable(own := getattr(model, "mixes_documents", None)) and (why := own()):
+        raise ModelError(
+            f"data.args.documents = true: {why}; set it to false, or take a model whose layers attend to all earlier tokens, as 'llama'"
         )
 
 
@@ -365,7 +385,7 @@ def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
         return []
     apply_kernels(model, torch.device("cuda"), job)
     own = getattr(model, "attends", None)
-    chosen = getattr(model, "attends_in_documents", own) if packed else own
+    chosen = getattr(model, "attends_in_documents", own and Kernel.TORCH) if packed else own
     said = [f"attention is by {chosen.value}"] if isinstance(chosen, Kernel) else []
     if not packed or chosen is Kernel.FLEX:
         return said

@@ -173,7 +173,7 @@ IMPORTS = {
     "elastic.models": Row(("elastic.models.*", "elastic.kernels.*"), ("torch",)),
     "elastic.models.spec": Row(),
     "elastic.models.pretrained": Row((), ("safetensors", "torch")),
-    "elastic.models.causal": Row((), ("torch", "transformers")),
+    "elastic.models.causal": Row(("elastic.kernels.attention",), ("torch", "transformers")),
     "elastic.models.transformers_lm": Row(
         ("elastic.models.causal", "elastic.models.pretrained", "elastic.models.spec", "elastic.kernels.*"), ("torch", "transformers")
     ),

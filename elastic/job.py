@@ -150,11 +150,11 @@ class Job(Part):
     ``fp8`` take a quarter of float32, and gradients change a little.
     """
     offload: Free[Literal["none", "optimizer", "weights"]] = "none"
-    """``optimizer`` (with ``parallel.zero`` 0, 1 or 2) keeps weights and moments in the node's memory, that of ``[copies]``, and brings
-    them to the device only to be updated.
-    The device has the weights in the format of forward and backward.  No copies have to be made then, and a worker that lives through a
-    failure and keeps its part reads nothing.  The bits are the same.  ``weights`` does so, too, and keeps the weights in the format of
-    forward and backward in the memory of each worker: a block gets its own while it runs, and those of the next one come meanwhile."""
+    """``optimizer`` (with ``parallel.zero`` 0, 1 or 2; ``auto`` is 2 then) keeps weights and moments in the node's memory, that of
+    ``[copies]``, and brings them to the device only to be updated.  The device has the weights in the format of forward and backward.
+    No copies have to be made then, and a worker that lives through a failure and keeps its part reads nothing.  The bits are the same.
+    ``weights`` does so, too, and keeps the weights in the format of forward and backward in the memory of each worker: a block gets its
+    own while it runs, and those of the next one come meanwhile."""
     offload_folder: Free[Annotated[str, AfterValidator(own_folder)]] = ""
     """Folder of a local disk of every node, such as ``/mnt/nvme``, in whose files offloaded state and its copies are.  Empty: in memory.
     The files have no names, and are gone once no worker and no keeper of the run is left on the node."""
@@ -366,6 +366,12 @@ class Job(Part):
         """True if the state lives in the memory of the node."""
         return self.offload != "none"
 
+    @property
+    def zero(self) -> int | Literal["auto"]:
+        """The stage of ZeRO, in which ``auto`` is 2 for workers that share state in the memory of the node: 3 is not possible there."""
+        chosen = self.parallel.zero
+        return 2 if chosen == "auto" and self.offloads and self.parallel.dp_shard != 1 else chosen
+
     def stretches(self) -> Stretches:
         """Returns the rules by which all steps of the run draw their samples, also those before its newest branch."""
         ramp, data = self.batch_ramp, self.data
@@ -387,9 +393,9 @@ class Job(Part):
     def layout_rule(self) -> LayoutRule:
         degrees = (self.parallel.dp_replicate, self.parallel.dp_shard)
         dp_replicate, dp_shard = (None if degree == "auto" else degree for degree in degrees)
-        if self.parallel.zero == 0:
+        if self.zero == 0:
             dp_shard = 1
-        elif self.parallel.zero != "auto" and dp_replicate is None and dp_shard is None:
+        elif self.zero != "auto" and dp_replicate is None and dp_shard is None:
             dp_replicate = 1
         return LayoutRule(dp_replicate, dp_shard, self.parallel.min_shard, self.parallel.use)
 

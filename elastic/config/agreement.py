@@ -135,7 +135,7 @@ def _owed(job: Job) -> Iterator[str]:
 
 def _gathers_blocks(job: Job) -> bool:
     """Returns whether there may be worlds in which weights are gathered block by block (stage 3 of ZeRO)."""
-    return job.parallel.zero == 3 or (job.parallel.zero == "auto" and job.parallel.dp_shard != 1)
+    return job.zero == 3 or (job.zero == "auto" and job.parallel.dp_shard != 1)
 
 
 def _offload(job: Job) -> Iterator[str]:

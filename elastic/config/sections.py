@@ -184,8 +184,8 @@ class Parallel(Part):
     weights, in the format of forward and backward.  ``2``: also the sums of gradients, which with ``reproducible`` are shared anyway.
     ``3``: all weights, too; those of a block are gathered when it runs, so all workers must run the same blocks in the same order in each
     microbatch, whatever its samples are.  ``auto``, where ``dp_shard`` is more than 1: 2 if that degree is
-    ``auto``, too, and all devices have room for it, or if blocks share a weight, else 3.  A number from 1 on makes all workers one replica,
-    unless a degree is set.
+    ``auto``, too, and all devices have room for it, or if blocks share a weight, or with ``offload``, else 3.  A number from 1 on, and
+    ``auto`` with ``offload``, makes all workers one replica, unless a degree is set.
     """
     bucket_elements: Free[Positive | Literal["block"]] = "block"
     """Largest number of elements of a bucket, with ``zero`` 0, 1 or 2: consecutive blocks are joined up to it, and gathered and summed by

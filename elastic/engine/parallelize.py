@@ -54,7 +54,7 @@ def parallelize(
         torch.cuda.current_stream().wait_stream(stream(COLLECTIVES, world.device))
     aliases, table = _aliases(blueprint), sharding_table(blueprint)
     deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
-    scheme = scheme_of(job)(world, deal, deferred=job.parallel.zero == 1)
+    scheme = scheme_of(job)(world, deal, deferred=job.zero == 1)
     apply_kernels(blueprint, world.device, job)
     if getattr(blueprint, "attends", None) is Kernel.FLASH_4:
         _open_flash_4()
@@ -71,7 +71,7 @@ def parallelize(
     if job.recompute == "sqrt":
         apply_groups(blueprint, table)
     apply_activations(blueprint, table, job.activations)
-    if world.layout.dp_shard == 1 or job.parallel.zero in (1, 2):
+    if world.layout.dp_shard == 1 or job.zero in (1, 2):
         bucket = job.parallel.elements or (ALONE if world.size == 1 and visits is None else 0)
         parameters = Whole(blueprint, world, table, precision, scheme, offloads=job.offloads, bucket=bucket, visits=visits)
         for module in blueprint.modules():

@@ -41,9 +41,16 @@ def copying(job: Job, state_bytes: int) -> list[str]:
 
 
 def hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
-    """Returns a sentence about the memory of the host that weights take beside the state."""
-    hosted = need_of(job, tensors).hosted
-    return [f"weights with which the model computes take {amount(hosted)} more of the node's memory for each worker"] if hosted else []
+    """Returns sentences about state in the memory of the host: the stage that ``auto`` is, and the room of weights beside the state."""
+    hosted, found = need_of(job, tensors).hosted, list[str]()
+    if job.zero != job.parallel.zero and job.workers.max > 1:
+        found.append(
+            f"parallel.zero = 'auto' is {job.zero} with offload = {job.offload!r}: all workers share the state, and each gathers all "
+            f"weights once a step; 3 is not possible, since blocks cannot be gathered from the memory of nodes"
+        )
+    if hosted:
+        found.append(f"weights with which the model computes take {amount(hosted)} more of the node's memory for each worker")
+    return found
 
 
 def initialising(job: Job, model: nn.Module) -> list[str]:

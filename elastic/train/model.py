@@ -143,7 +143,7 @@ def in_its_stage(job: Job, model: nn.Module) -> Job:
 
     Its layouts are those of another job, so plans are made with ``job`` itself.
     """
-    return job.in_stage(2) if job.parallel.zero == "auto" and (shared_across(model) or unlike_within(model)) else job
+    return job.in_stage(2) if job.zero == "auto" and (shared_across(model) or unlike_within(model)) else job
 
 
 def misfit(job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], version: Version, fix: str = AS_IT_BEGAN) -> str:

@@ -108,7 +108,7 @@ def _with_whole_weights(session: Session, tensors: Sequence[Tensor], device: tor
     so torch traces it anew where there is no FSDP.  State that lives on the host is left out: it would need all of the node's memory now.
     """
     job = session.job
-    if not job.compile or job.workers.max == 1 or job.offloads or job.parallel.zero in (1, 2):
+    if not job.compile or job.workers.max == 1 or job.offloads or job.zero in (1, 2):
         return []
     try:
         least = fitting_shard(job, tensors, device, took)

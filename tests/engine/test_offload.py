@@ -33,6 +33,7 @@ from elastic.train.faults import InjectedError
 from elastic.train.local import run_local
 from elastic.train.machine.device import need_of
 from elastic.train.model import build_model, builder_of, tensors_of
+from elastic.train.preflight import preflight
 from tests.support.chaos import alone, exported_hash
 from tests.support.ranks import Ranks
 from tests.support.segments import Member, Part, Trained, compute, finish, member, segment, shard_hash, train
@@ -44,11 +45,11 @@ SMALL = 1 << 14
 LARGE = {"vocab": 29, "dim": 64, "layers": 4, "heads": 4}
 
 
-def offloaded(folder: Path, zero: int = 2, **changes: Any) -> Job:
+def offloaded(folder: Path, zero: int | str = 2, **changes: Any) -> Job:
     return toy_job(folder, offload="optimizer", parallel={"zero": zero}, **changes)
 
 
-def in_files(folder: Path, zero: int = 2, **changes: Any) -> Job:
+def in_files(folder: Path, zero: int | str = 2, **changes: Any) -> Job:
     return offloaded(folder, zero, **{"offload_folder": str(folder), "offload_buffer_gb": SHARES * SMALL / 1e9} | changes)
 
 
@@ -77,13 +78,13 @@ def trained(ranks: Ranks, job: Job, layout: Layout, last: int, **how: bool) -> s
 @pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize(
     ("layout", "zero"),
-    [(Layout(1, 1), 0), pytest.param(Layout(2, 1), 0, marks=pytest.mark.full), (Layout(1, 3), 1), (Layout(2, 2), 2)],
+    [(Layout(1, 1), 0), pytest.param(Layout(2, 1), 0, marks=pytest.mark.full), (Layout(1, 3), 1), (Layout(2, 2), "auto")],
     ids=str,
 )
 def test_every_layout_gives_the_bits_of_state_on_the_device(
-    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, zero: int, medium: str
+    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, zero: int | str, medium: str
 ) -> None:
-    """F3, F4: shards are uneven with 3, replicas beside shards with 2×2, embeddings tied."""
+    """F3, F4: shards are uneven with 3, replicas beside shards with 2×2, embeddings tied; the stage is named, or left to the job."""
     assert trained(ranks, MEDIA[medium](tmp_path, zero), layout, STEPS) == reference.hash
 
 
@@ -252,7 +253,6 @@ def test_an_update_that_fails_leaves_the_version_before(tmp_path: Path, where: s
     ("changes", "why"),
     [
         ({"parallel": {"zero": 3}}, r"parallel\.zero = 3 with offload = 'optimizer': weights .* set parallel\.zero to 2, or to 0"),
-        ({"parallel": {"dp_shard": 2}}, r"parallel\.zero = 'auto' with offload = 'optimizer'"),
         ({"copies": {"copy_every": 2}}, r"copies\.copy_every = 2 with offload = 'optimizer': .* set copies\.copy_every to 1"),
         ({"copies": {"copy_every": 0}}, r"copies\.copy_every = 0 with offload = 'optimizer'"),
     ],
@@ -263,6 +263,25 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(JobError, match=why):
         toy_job("/nowhere", **settings)
     toy_job("/nowhere", **settings | {"offload": "none"})
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("offload", ["optimizer", "weights"])
+def test_the_stage_auto_is_2_with_state_that_is_offloaded(offload: str, tmp_path: Path) -> None:
+    """The layouts and the memory are those of 2, and the user is told.  The controls: a stage that is named, and no offloading."""
+
+    def told(job: Job) -> list[str]:
+        return [note for note in preflight(job).notes if "parallel.zero" in note]
+
+    auto, named = (toy_job(tmp_path, offload=offload, workers={"max": 4}, parallel=each) for each in ({}, {"zero": 2}))
+    assert auto.layouts() == named.layouts() == [Layout(1, n) for n in range(1, 5)]
+    tensors = tensors_of(build_model(auto, builder_of(auto)), rule_of(auto))
+    assert need_of(auto, tensors) == need_of(named, tensors) != need_of(auto.in_stage(0), tensors)
+    (sentence,) = told(auto)
+    assert sentence.startswith(f"parallel.zero = 'auto' is 2 with offload = '{offload}': all workers share the state")
+    assert told(named) == told(toy_job(tmp_path, workers={"max": 4})) == []
+    assert auto.parallel.zero == "auto" and Job.from_json(auto.to_json()).zero == 2, "what is stored is what was written"
+    assert auto.replace(offload="none").zero == "auto" and toy_job(tmp_path, offload=offload, parallel={"dp_shard": 1}).zero == "auto"
 
 
 @pytest.mark.fast

@@ -44,7 +44,7 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
     trained = sum(math.prod(tensor.shape) for tensor in parameters if tensor.name in with_moments or not with_moments)
     matrices = sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == f"moment.{MOMENTUM}")
     sums = 2 if job.reproducible and job.reduction.block > 1 else 1
-    compute, stage = PRECISIONS[job.precision].compute, job.parallel.zero if zero is None else zero
+    compute, stage = PRECISIONS[job.precision].compute, job.zero if zero is None else zero
     copies = compute.itemsize * elements if compute is not None else 0
     whole = copies or sum(nbytes(tensor, tensor.whole()) for tensor in parameters)
     used = _visiting({tensor.name: math.prod(tensor.shape) for tensor in parameters}, whole) if job.offload == "weights" else whole
@@ -69,7 +69,7 @@ def gathers_of(job: Job, tensors: Sequence[Tensor]) -> Passing:
     It is nothing unless weights are gathered block by block.  Members that add in order (``reproducible``) hold the gradients of a unit
     once as they send them, and once as they get them.
     """
-    if job.offloads or job.parallel.zero in (0, 1, 2):
+    if job.offloads or job.zero in (0, 1, 2):
         return NOTHING
     policy, buffers = PRECISIONS[job.precision], 2 if job.reproducible else 1
     with_moments = {tensor.name for tensor in tensors if tensor.kind.startswith("moment.")}
@@ -153,7 +153,7 @@ def fitting_whole(job: Job, tensors: Sequence[Tensor], device: torch.device, too
 
 def least_whole(job: Job, tensors: Sequence[Tensor], memory: int, transient: int) -> int:
     """Returns what :func:`fitting_whole` does, for a device with so much memory and so many bytes that come and go in a step."""
-    if not memory or job.parallel.zero != "auto" or job.layout_rule().dp_shard is not None:
+    if not memory or job.zero != "auto" or job.layout_rule().dp_shard is not None:
         return 0
     need = replace(need_of(job, tensors, zero=2), transient=transient)
     least = least_shard(need, memory, most_shards(job))

@@ -110,6 +110,11 @@ class GPT2(nn.Module):
                 residual = name.endswith(("out.weight", "w2.weight")) and not self.post
                 nn.init.normal_(parameter, std=0.02 / (2 * self.depth) ** 0.5 if residual else 0.02)
 
+    @property
+    def most_positions(self) -> int:
+        """The longest sequence: positions are learned."""
+        return self.length
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         seq = tokens.shape[1]
         if seq > self.length:

@@ -50,6 +50,8 @@ default with a check that its own masks are plainly causal.
 """
 SMALLEST = 16
 """Smallest size of a head with which FlexAttention works."""
+SPARE = 2
+"""Largest number of rows that tables of learned positions have for other purposes, such as padding."""
 _FUSES: dict[str, bool] = {}
 """The configs, as JSON, of models that were looked at, and the answers: one takes about 0.5 s for 36 layers, and each world builds anew."""
 
@@ -187,6 +189,13 @@ class Fitted:
             f"the documents of a sample cannot be kept apart in this {self.config.model_type!r} of transformers, which has windows, or "
             f"masks, positions or layers of its own"
         )
+
+    @property
+    def most_positions(self: Any) -> int | None:
+        """The longest sequence of a model that learns positions; None if it has none of them.  Some have a few rows more, as OPT."""
+        most, words = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 0, self.get_input_embeddings()
+        tables = [each.num_embeddings for each in self.modules() if isinstance(each, nn.Embedding) and each is not words]
+        return most if most > 0 and any(most <= rows <= most + SPARE for rows in tables) else None
 
     @property
     def vocab(self: Any) -> int:

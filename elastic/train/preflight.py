@@ -325,7 +325,9 @@ def _unused(job: Job) -> list[str]:
 
 def _check_dataset(job: Job, model: nn.Module, session: Session) -> None:
     """Raises :class:`ModelError` if the model cannot train on what the dataset gives, or continue the prompts of the job."""
-    _check_vocabulary(model, session.loader.dataset)
+    for loader in filter(None, (session.loader, session.held_out)):
+        _check_vocabulary(model, loader.dataset)
+        _check_length(model, loader.dataset)
     _check_documents(model, session)
     check_samples(job, model, session.loader.dataset)
 
@@ -339,6 +341,16 @@ def _check_vocabulary(model: nn.Module, dataset: Dataset) -> None:
     if isinstance(known, int) and isinstance(used, int) and known < used:
         raise ModelError(
             f"the vocabulary of the model, {known}, is smaller than that of the dataset, {used}; set it to {used} or more in model_args"
+        )
+
+
+def _check_length(model: nn.Module, dataset: Dataset) -> None:
+    """Raises :class:`ModelError` if samples are longer than a model with learned positions can read, which would end its first step."""
+    most, used = getattr(model, "most_positions", None), getattr(dataset, "seq_len", None)
+    if isinstance(most, int) and isinstance(used, int) and most < used:
+        raise ModelError(
+            f"seq_len = {used} of the dataset is longer than any sequence that the model has positions for, {most}; lower it to {most}, or "
+            f"raise length, n_positions or max_position_embeddings in model_args to {used}"
         )
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.axes.split import tell_of_views
+from elastic.engine.loss import expect_tokens
 from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.optim.schedule import own_rate_of
@@ -247,6 +248,8 @@ class Step:
             session.computing = (
                 f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
             )
+            if not job.loop:
+                expect_tokens(session.loss, state.model, batch)
             session.faults.aim(step, state.model, world)
             seed_all(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
             self._index, self._ids, self._open = index, tuple(ids), True

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import torch
 
+from elastic.engine.loss import expect_tokens
 from elastic.engine.norm import squared_norm
 from elastic.engine.world import World
 from elastic.errors import BufferChanged, JobError, LossError
@@ -144,6 +145,8 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
         if home is not None:
             home.sums.zero_()  # the digests of zeros
     batch = session.loader.read(session.cursor.some_ids(session.job.microbatch_size))
+    if not session.job.loop:
+        expect_tokens(session.loss, state.model, batch)
     state.model.train()
     marks, values = state.buffer_marks(), state.buffer_values()
     state.sync.begin_step(1)

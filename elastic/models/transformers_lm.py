@@ -15,12 +15,14 @@ takes the place of two parts.  Facts of the model that was built decide where, n
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from inspect import getsource
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +50,8 @@ TORCH, FLEX, FLASH_4, PLAIN = "elastic", "elastic_flex", "elastic_flash_4", "ela
 """Names under which the library knows our attention: by torch's default on the device, by FlexAttention, by flash-attention 4, and by the
 default with a check that its own masks are plainly causal.
 """
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""The names that the hub may know, as ``gpt2`` or ``Qwen/Qwen3-0.6B``."""
 SMALLEST = 16
 """Smallest size of a head with which FlexAttention works."""
 SPARE = 2
@@ -135,8 +139,23 @@ def config_of(config: Mapping[str, Any], path: str | None) -> PreTrainedConfig:
 
 @cache
 def _read(path: str) -> PreTrainedConfig:
-    """Returns the config at ``path``, which is read once in a process: each world builds the model anew."""
-    return AutoConfig.from_pretrained(path)
+    """Returns the config at ``path``, which is read once in a process: each world builds the model anew.
+
+    Raises ValueError if it is no folder, and no name of the hub.  The hub may be asked for a minute if it does not answer, so that is told.
+    """
+    if Path(path).exists():
+        return AutoConfig.from_pretrained(path)
+    absent = f"path = {path!r}: there is no such folder on this machine"
+    if not HUB_NAME.fullmatch(path):
+        raise ValueError(f"{absent}, and it is no name of the Hugging Face hub either; name a folder with a config.json")
+    print(f"{absent}, so the Hugging Face hub is asked for it", file=sys.stderr, flush=True)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        told = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{absent}, and the Hugging Face hub did not give it; name a folder with a config.json ({type(error).__name__}: {told})"
+        ) from error
 
 
 class Fitted:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from elastic.plan.layout import Layout
 from elastic.train.preflight import preflight
 from tests.engine.test_paged import paged, same
 from tests.support.initialised import plain
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
 from tests.support.segments import train
 from tests.support.toys import toy_job
@@ -378,6 +381,31 @@ def test_where_no_small_model_runs_its_layers_decide_and_the_user_is_told(monkey
     assert any(doubts in note for note in preflight(job).notes)
     monkeypatch.undo()
     assert not any(doubts in note for note in preflight(job).notes)
+
+
+NOWHERE = ("./nowhere", "/no/where", "a/b/c", "nowhere")
+ASKS = """
+import sys
+from elastic.models.transformers_lm import config_of
+for path in sys.argv[1:]:
+    try:
+        config_of({}, path)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+"""
+
+
+def test_a_folder_that_is_not_there_is_told_of_before_the_hub_is_asked(tmp_path: Path) -> None:
+    """The hub gives nothing here, and is not asked for what can be no name of it.  The control: nothing is said of a folder."""
+    transformers.Qwen3Config(**GATED).save_pretrained(tmp_path)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
+    command = [sys.executable, "-c", ASKS, str(tmp_path), *NOWHERE]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    *others, asked, given = ran.stderr.splitlines()
+    absent = [f"path = {path!r}: there is no such folder on this machine" for path in NOWHERE]
+    assert others == [f"{each}, and it is no name of the Hugging Face hub either; name a folder with a config.json" for each in absent[:3]]
+    assert asked == f"{absent[3]}, so the Hugging Face hub is asked for it"
+    assert given.startswith(f"{absent[3]}, and the Hugging Face hub did not give it; name a folder with a config.json (OSError: ")
 
 
 @pytest.mark.fast

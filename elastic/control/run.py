@@ -31,7 +31,6 @@ from storage.slices import Tensor
 
 NEVER = float("inf")
 
-
 # ---- states
 
 

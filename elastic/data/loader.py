@@ -77,6 +77,8 @@ class Loader:
         self._next: Reading | None = None
         self._ahead: deque[tuple[Ids, Future[Batch]]] = deque()
         self._unread: Iterator[Ids] = iter(())
+        self.vocab: int | None = None
+        """Number of tokens that the model knows, if those of samples are to be compared with it."""
         self.waited_s = 0.0
         """Seconds that callers have waited for batches."""
 
@@ -184,7 +186,17 @@ class Loader:
             raise
         except Exception as error:  # the user's dataset may raise anything; without this nobody would see for which samples
             raise DataError(f"{self.named}: samples {list(ids)} cannot be read: {failure(error)}") from error
-        return _checked(batch, ids, self.named)
+        return self._known(_checked(batch, ids, self.named), ids)
+
+    def _known(self, batch: Batch, ids: Ids) -> Batch:
+        """Raises :class:`DataError` if the model does not know a token of ``batch``: a GPU would end the process, and name nothing."""
+        tokens = batch.get("tokens") if self.vocab is not None else None
+        if self.vocab is None or tokens is None or not tokens.numel() or (largest := int(tokens.max())) < self.vocab:
+            return batch
+        raise DataError(
+            f"{self.named}: samples {list(ids)} have the token {largest}, and the model knows those below {self.vocab}; set its "
+            f"vocabulary in model_args to {largest + 1} or more, or let the dataset give other tokens"
+        )
 
 
 def _checked(batch: object, ids: Ids, named: str) -> Batch:

@@ -37,21 +37,6 @@ def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     return loss, torch.count_nonzero(targets >= 0)
 
 
-def expect_tokens(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Raises :class:`ModelError` if ``loss`` is :func:`next_token`, and ``model`` says that it does not know a token of ``batch``.
-
-    The batch is still on the host: on a GPU such a token would end the process, and say nothing of itself.
-    """
-    known, tokens = getattr(model, "vocab", None), batch.get("tokens")
-    if loss is not next_token or not isinstance(known, int) or not isinstance(tokens, Tensor) or tokens.is_cuda or not tokens.numel():
-        return
-    if (largest := int(tokens.max())) >= known:
-        raise ModelError(
-            f"the dataset gives the token {largest}, and the model knows those below {known}; set its vocabulary in model_args to "
-            f"{largest + 1} or more, or let the dataset give other tokens"
-        )
-
-
 def _logits(returned: Any, inputs: Tensor) -> Tensor:
     """Returns the logits if that is what the model returned.  With batch and sequence exchanged there are as many, for other targets."""
     if isinstance(returned, Tensor):

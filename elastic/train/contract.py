@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from elastic.engine.loss import expect_tokens
 from elastic.errors import DataError, ElasticError, LossError, ModelError
 from elastic.imports import failure
 from elastic.protocol.commit_record import is_count
 from elastic.train.model import State
-from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
+from elastic.train.step import Session, compare_tokens, loss_of, microbatch_seed, seed_all
 from elastic.train.terms import CONTRACT, wrong_count
 
 CLOSE = 1e-2
@@ -42,9 +41,8 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
 
     The world has no other members: an error of the model with another number of samples is only printed, and would leave others waiting.
     """
+    compare_tokens(session, state.model)
     batch = _read(session)
-    if not session.job.loop:
-        expect_tokens(session.loss, state.model, batch)
     with torch.no_grad(), _without_compiling():
         state.model.eval()
         state.parameters.begin_round(0, last=True)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.axes.split import tell_of_views
-from elastic.engine.loss import expect_tokens
+from elastic.engine.loss import next_token
 from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.optim.schedule import own_rate_of
@@ -230,6 +230,7 @@ class Step:
         session, state, step = self._session, self._state, self.number
         world, job = state.world, session.job
         state.train()
+        compare_tokens(session, state.model)
         self._marks, deal = state.buffer_marks(), state.sync.begin_step(self._shape.microbatches)
         self._values = state.buffer_values() if world.size == 1 and not state.tried else None  # others have tried it in their warm-up
         self._rounds = deal.rounds
@@ -248,8 +249,6 @@ class Step:
             session.computing = (
                 f"step {step}, microbatch {index}, samples {list(ids)}" if index is not None else f"step {step}, an idle round"
             )
-            if not job.loop:
-                expect_tokens(session.loss, state.model, batch)
             session.faults.aim(step, state.model, world)
             seed_all(microbatch_seed(job.seed, step, 0 if index is None else index), world.device)
             self._index, self._ids, self._open = index, tuple(ids), True
@@ -352,6 +351,12 @@ def refuse_changes(before: dict[str, tuple[int, int]], state: State, values: Map
                 f"a norm with statistics of its own use nn.BatchNorm1d, 2d or 3d, whose statistics the engine keeps, or a LayerNorm, "
                 f"RMSNorm or GroupNorm"
             )
+
+
+def compare_tokens(session: Session, model: torch.nn.Module) -> None:
+    """Lets the loader compare what it reads from now on with the vocabulary of ``model``, if that and the loss say what tokens are."""
+    known = getattr(model, "vocab", None) if session.loss is next_token and not session.job.loop else None
+    session.loader.vocab = known if isinstance(known, int) else None
 
 
 def seed_all(seed: int, device: torch.device) -> None:

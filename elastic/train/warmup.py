@@ -14,7 +14,6 @@ from contextlib import suppress
 
 import torch
 
-from elastic.engine.loss import expect_tokens
 from elastic.engine.norm import squared_norm
 from elastic.engine.world import World
 from elastic.errors import BufferChanged, JobError, LossError
@@ -27,7 +26,7 @@ from elastic.state.staging import STREAMS, StagingStream
 from elastic.train.contract import check_loss
 from elastic.train.machine.device import fitting_shard, fitting_whole, memory_of, most_shards, policies_of
 from elastic.train.model import BUFFERS, State
-from elastic.train.step import Session, loss_of, refuse_changes
+from elastic.train.step import Session, compare_tokens, loss_of, refuse_changes
 from storage.slices import Tensor
 
 
@@ -144,9 +143,8 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
             value.fill_(0.5 if kind in BUFFERS and value.is_floating_point() else 0)  # averages of zeros would not change
         if home is not None:
             home.sums.zero_()  # the digests of zeros
+    compare_tokens(session, state.model)
     batch = session.loader.read(session.cursor.some_ids(session.job.microbatch_size))
-    if not session.job.loop:
-        expect_tokens(session.loss, state.model, batch)
     state.model.train()
     marks, values = state.buffer_marks(), state.buffer_values()
     state.sync.begin_step(1)

@@ -92,6 +92,6 @@ def test_a_token_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
         job = toy_job(tmp_path, name=f"to-{largest}", model=GPT2[0], model_args=GPT2[1], data=data, steps=2)
         return run_local(job, lambda line: None)[0]
 
-    with pytest.raises(JobError, match=r"the dataset gives the token 29, and the model knows those below 29; set .* to 30 or more"):
+    with pytest.raises(JobError, match=r"samples \[.*\] have the token 29, and the model knows those below 29; set .* to 30 or more"):
         trained(29)
     assert trained(28) == "Finished"

@@ -191,7 +191,9 @@ class Loader:
     def _known(self, batch: Batch, ids: Ids) -> Batch:
         """Raises :class:`DataError` if the model does not know a token of ``batch``: a GPU would end the process, and name nothing."""
         tokens = batch.get("tokens") if self.vocab is not None else None
-        if self.vocab is None or tokens is None or not tokens.numel() or (largest := int(tokens.max())) < self.vocab:
+        if self.vocab is None or tokens is None or tokens.device.type != "cpu" or not tokens.numel():
+            return batch
+        if (largest := int(tokens.numpy().max())) < self.vocab:
             return batch
         raise DataError(
             f"{self.named}: samples {list(ids)} have the token {largest}, and the model knows those below {self.vocab}; set its "

@@ -134,8 +134,8 @@ def of_a_microbatch(few: Counts, more: Counts) -> Counts:
 def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, reproducible: bool, layers: int) -> None:
     """A microbatch: one operator for each parameter, two for each unit and two.  Of a parameter torch takes over a gradient and the unit
     takes a view of it, where the plain loop adds it up.  Of Python calls only a unit has some, and a parameter none.  There are two units,
-    however many blocks: small blocks are joined where nothing travels, and the rest of the model is the other.  Of the two, one compares the
-    tokens with the vocabulary, which the thread that reads ahead does where there is one.
+    however many blocks: small blocks are joined where nothing travels, and the rest of the model is the other.  One of the two operators
+    is for the tokens, which are compared with the vocabulary; where something reads ahead, its thread does that.
 
     A step: what the norm in a fixed order and the commit have more; the update has fewer.  The control: one operator for each parameter
     more.
@@ -144,7 +144,7 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, r
     few, more = (extra(tmp_path / f"{many}", layers, many, reproducible=reproducible) for many in (2, 4))
     each = of_a_microbatch(few, more)
     assert each.operators == parameters + 2 * units + 2
-    assert each.calls <= 100
+    assert each.calls <= 102
     assert few.operators - 2 * each.operators <= parameters + 180
     assert few.calls - 2 * each.calls <= -55  # torch's optimizer makes more calls for each parameter than all of ours
 

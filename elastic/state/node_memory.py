@@ -28,7 +28,7 @@ FOLDER = Path("/dev/shm")
 REGIONS = f"/memfd:{NAME}"
 """Beginning of the link in ``/proc/<pid>/fd`` of a descriptor that is a region."""
 PATIENCE_S = 30.0
-"""Seconds that :func:`alone` waits for a holder that takes no memory; without an end, one process that hangs would stop the whole node."""
+"""Longest time in seconds that :func:`alone` waits; without an end, one process that hangs would stop the whole node."""
 SPARE = 2**27
 """Bytes that copies leave free, since training takes memory too, little by little, and nobody asks before it does."""
 VERSIONS = (
@@ -105,20 +105,17 @@ def free_for(region: Region) -> tuple[int, str]:
 def alone() -> Iterator[None]:
     """Excludes other workers and keepers of this node, so that two do not count on the same free memory.
 
-    After ``PATIENCE_S`` seconds in which the node's free memory does not shrink, so that the holder seems to hang, it goes on without the
-    lock.  Where memory comes slowly, one slot of a large model takes a minute.
+    After ``PATIENCE_S`` seconds it goes on without the lock.
     """
-    folder, until, free = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + PATIENCE_S, free_memory()[0]
+    folder, until = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + PATIENCE_S
     try:
         while time.monotonic() < until:
             with suppress(BlockingIOError):
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            if (less := free_memory()[0]) < free - SPARE:
-                free, until = less, time.monotonic() + PATIENCE_S
             time.sleep(0.05)
         else:
-            print(f"the lock on {FOLDER} is held, and nobody has taken memory for {PATIENCE_S:g} s; going on without it", flush=True)
+            print(f"other processes have held the lock on {FOLDER} for {PATIENCE_S:g} s; going on without it", flush=True)
         yield
     finally:
         os.close(folder)

@@ -202,30 +202,3 @@ def test_only_one_process_of_a_node_counts_on_its_free_memory(tmp_path: Path, mo
     monkeypatch.setattr(node_memory, "PATIENCE_S", 0.3)
     enter_alone()
     os.close(other)
-
-
-def test_whoever_takes_memory_for_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot of a hundred gigabytes takes longer than the patience with a process that hangs.  The control: the same time, and nothing
-    is taken."""
-    monkeypatch.setattr(node_memory, "FOLDER", tmp_path)
-    monkeypatch.setattr(node_memory, "PATIENCE_S", 1.0)
-    for takes in (node_memory.SPARE + 1, 0):
-        left, released = [2**40], threading.Event()
-
-        def free(left: list[int] = left, takes: int = takes) -> tuple[int, str]:
-            left[0] -= takes
-            return left[0], "the node (MemAvailable)"
-
-        monkeypatch.setattr(node_memory, "free_memory", free)
-        holder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(holder, fcntl.LOCK_EX)
-
-        def release(holder: int = holder, released: threading.Event = released) -> None:
-            released.set()
-            os.close(holder)
-
-        timer = threading.Timer(3.0, release)
-        timer.start()
-        with node_memory.alone():
-            assert released.is_set() is (takes > 0)
-        timer.join()

@@ -368,8 +368,8 @@ class Deadlines(Part):
 
     form_s: Free[Seconds] = 120
     """Time from sending a plan until every member must be ready, and from asking for a worker until it must have joined.  It begins anew
-    while members that initialise or heal get further, and while a worker that starts gets further: takes memory, compiles.  Once a member
-    is ready, the others get five times as long in all.
+    while members that initialise or heal get further, and while a worker that starts gets further: takes memory, compiles.  From when
+    a member is ready the others get ten times as long.
     """
     fence_s: Free[Seconds] = 10
     """Time from a fence until a member that has not answered is expelled."""

@@ -76,7 +76,7 @@ def joined(decision: Decision, event: Joined) -> None:
         # another coordinator has given this name to the worker
         decision.know("members", next_worker=membership.number_of(event.worker) + 1)
         return decision.say(f"{event.worker} was started by another coordinator; it is ended, and no other worker gets its name")
-    del decision.open("members", "starting")[event.worker]
+    membership.no_longer_starting(decision, event.worker)
     if (misfit := _misfit(decision, event)) is not None:
         why, shared = misfit
         decision.do(Kill((event.worker,), "its node is refused"))

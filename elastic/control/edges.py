@@ -144,7 +144,7 @@ def go(decision: Decision, plan: Plan) -> None:
     fence.
     """
     membership.hold(decision, {worker: () for worker in plan.members})
-    if isinstance(decision.run.state, Forming):
+    if isinstance(decision.run.state, Forming) and plan.tier in ("live", "host"):  # as it is when a world grows
         took_s = decision.now - min(decision.run.state.since, decision.run.state.deadline - decision.rules.form_s)
         before_s = decision.run.watch.reform_s
         decision.know("watch", reform_s=(before_s + took_s) / 2 if before_s else took_s)

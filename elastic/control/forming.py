@@ -20,8 +20,8 @@ SLOW_BYTES_S = 50e6
 TELLING_BYTES = 64 * 2**20
 """Number of bytes below which the speed of healing is not judged: so few bytes take almost no time on any network."""
 
-LAST = 5
-"""Multiple of ``form_s`` within which all members must be ready once one is."""
+LAST = 10
+"""Multiple of ``form_s`` within which all members must be ready from when one is."""
 LATER = 8
 """Part of ``form_s`` by which the deadline of a world that gets further is moved at least, so that not every beat is written down."""
 
@@ -43,12 +43,14 @@ def ready(decision: Decision, event: Ready) -> None:
 def _note(decision: Decision, state: Forming, worker: WorkerId, *, ready: bool) -> None:
     if decision.now < state.here_at:
         decision.amend(here_at=decision.now)
+    if ready and decision.now < state.ready_at:
+        decision.amend(ready_at=decision.now)
     decision.open("state", "there")[worker] = ready
 
 
 def get_further(decision: Decision, watch: Watch, node: NodeId, progress: Iterable[Progress]) -> None:
-    """Gives the world ``form_s`` from now on if a member that initialises or heals has got further: only standing still is limited.  Once a
-    member is ready, the others get ``LAST`` times ``form_s`` in all, so that none holds all others up for hours.
+    """Gives the world ``form_s`` from now on if a member that initialises or heals has got further: only standing still is limited.  From
+    when a member is ready the others get ``LAST`` times ``form_s``, so that none holds all others up for hours.
 
     ``watch`` has the new ``progress``, while the run still has the watch before it.
     """
@@ -59,9 +61,7 @@ def get_further(decision: Decision, watch: Watch, node: NodeId, progress: Iterab
     before = decision.run.watch.counters.get(node, {}).get(first)
     if at_it.get(first) == INITIALISES and (before is None or before.operation != INITIALISES):
         decision.say(f"{first} initialises the model, as the other members do")
-    deadline = decision.now + decision.rules.form_s
-    if any(state.there.values()):
-        deadline = min(deadline, state.since + LAST * decision.rules.form_s)
+    deadline = min(decision.now, state.ready_at + (LAST - 1) * decision.rules.form_s) + decision.rules.form_s
     if deadline - state.deadline >= decision.rules.form_s / LATER:
         decision.amend(deadline=deadline)
 

@@ -25,7 +25,7 @@ def start_failed(decision: Decision, event: StartFailed) -> None:
     """Frees the worker's place.  The next attempt waits ``grow_debounce_s``, so that repeated failures do not spin."""
     if event.worker not in decision.run.members.starting:
         return decision.refuse(f"{event.worker} is not being started")
-    del decision.open("members", "starting")[event.worker]
+    no_longer_starting(decision, event.worker)
     decision.do(Kill((event.worker,), "it did not start"))
     decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)
     decision.say(f"{event.worker} did not start ({event.reason})")
@@ -36,10 +36,16 @@ def starting(decision: Decision, event: Starting) -> None:
     asked, starts = decision.run.members.starting, decision.run.watch.starts
     if event.worker not in asked:
         return decision.refuse(f"{event.worker} is not being started")
-    if not starts.keys() & asked.keys():
+    if not starts:
         decision.say(f"{event.worker} takes its time to start, as others may: it {event.doing}")
-    there = {worker: known for worker, known in starts.items() if worker in asked}
-    decision.know("watch", starts={**there, event.worker: Start(decision.now, event.doing)})
+    decision.know("watch", starts={**starts, event.worker: Start(decision.now, event.doing)})
+
+
+def no_longer_starting(decision: Decision, worker: WorkerId) -> None:
+    """Forgets that the worker was asked for: it has joined, or it never will."""
+    del decision.open("members", "starting")[worker]
+    if worker in decision.run.watch.starts:
+        del decision.open("watch", "starts")[worker]
 
 
 def get_further(decision: Decision, asked_before: float) -> bool:
@@ -82,7 +88,7 @@ def _forget_the_late(decision: Decision) -> None:
     slow = [worker for worker, _ in takewhile(lambda each: decision.due(each[1] + form_s), asked)]
     late = tuple(worker for worker in slow if worker not in starts or decision.due(starts[worker].at + form_s))
     for worker in late:
-        del decision.open("members", "starting")[worker]
+        no_longer_starting(decision, worker)
     if late:
         did = next((f"; {worker} {starts[worker].doing}" for worker in late if worker in starts), "")
         decision.do(Kill(late, f"it neither joined nor got further for {form_s:g} s"))

@@ -50,8 +50,9 @@ class Forming:
     there: dict[WorkerId, bool] = field(default_factory=dict)
     """The members that have the plan, and whether each has formed its groups and healed its state."""
     here_at: float = NEVER
+    ready_at: float = NEVER
     since: float = NEVER
-    """The times at which the first member had the plan, and at which it was sent; older journals do not know the latter."""
+    """The times at which the first member had the plan, the first was ready, and the plan was sent; older journals know the first only."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +202,8 @@ class Refusal:
     why: str
     at: float
     shared: bool
-    """True if the reason is that the node sees another bucket or other data than the other nodes."""
     by_job: bool = False
-    """True if the reason is that the job asks for what the node lacks."""
+    """The reason is that the node sees another bucket, or other data, than others (``shared``), or that it lacks what the job asks for."""
 
 
 @dataclass(frozen=True)

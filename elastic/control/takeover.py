@@ -22,7 +22,20 @@ from elastic.control.liveness import Start, Watch
 from elastic.control.run import NEVER, Finishing, Forming, Running, Saves, Saving, Stopping, Waiting
 from elastic.ids import WorkerId
 from elastic.protocol.actions import Fence, Form, Go, Kill, Pause
-from elastic.protocol.events import Attached, Beat, Capacity, Evaluated, Event, Kept, Recovered, Renewed, StartFailed, Stumbled, Tick
+from elastic.protocol.events import (
+    Attached,
+    Beat,
+    Capacity,
+    Evaluated,
+    Event,
+    Kept,
+    Recovered,
+    Renewed,
+    StartFailed,
+    Starting,
+    Stumbled,
+    Tick,
+)
 
 MAX_DEATHS = 3
 """Number of coordinators that may die of the same event, or before they made any progress, before the run gives up."""
@@ -82,7 +95,8 @@ def stood(decision: Decision, event: Tick) -> None:
         case Waiting(since):
             decision.amend(since=since + later_s)
         case Forming() as state:
-            decision.amend(deadline=state.deadline + later_s, here_at=state.here_at + later_s, since=state.since + later_s)
+            times = {name: getattr(state, name) + later_s for name in ("deadline", "here_at", "ready_at", "since")}
+            decision.amend(**times)
         case Stopping() | Finishing() as state:
             decision.amend(deadline=state.deadline + later_s)
 
@@ -102,7 +116,8 @@ def _forgive_the_silence(decision: Decision) -> None:
     decision.know(watch=watch, saves=Saves(again))
     match run.state:
         case Forming():
-            decision.amend(deadline=now + rules.form_s, here_at=now if run.state.there else NEVER, since=now)
+            ready_at = now if any(run.state.there.values()) else NEVER
+            decision.amend(deadline=now + rules.form_s, here_at=now if run.state.there else NEVER, ready_at=ready_at, since=now)
         case Stopping(planned=False):
             decision.amend(deadline=now + rules.fence_s)
         case Finishing():
@@ -203,7 +218,7 @@ def attached(decision: Decision, event: Attached) -> None:
 
 def note_progress(decision: Decision, event: Event) -> None:
     """Notes that this coordinator has made progress since its start."""
-    idle = Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept | Evaluated
+    idle = Recovered | Attached | Stumbled | Tick | Beat | Renewed | Capacity | Kept | Evaluated | Starting
     if decision.run.takeover.startups and not isinstance(event, idle):
         decision.know("takeover", startups=0)
 

@@ -377,7 +377,7 @@ def test_form_s_does_not_limit_a_start_that_gets_further() -> None:
     for _ in range(5):
         assert play.tell(ev.Starting(WorkerId("w1"), "compiles")) == ""
         assert play.later(29.0) == "" and "w1" in play.run.members.starting
-    assert play.later(1.0) == "w1 neither joined nor got further for 30 s; w1 compiles"
+    assert play.later(1.0) == "w1 neither joined nor got further for 30 s; w1 compiles" and play.run.watch.starts == {}
     assert play.did(Kill) == [Kill((WorkerId("w1"),), "it neither joined nor got further for 30 s")]
     assert "is not being started" in str(play.tell(ev.Starting(WorkerId("w1"), "compiles")) or play.last.refusals)
 
@@ -413,3 +413,14 @@ def test_the_next_coordinator_gives_a_slow_start_its_time_anew() -> None:
     play.later(29.0)
     assert "w1" in play.run.members.starting
     assert "w1 neither joined nor got further for 30 s" in play.later(1.0)
+
+
+def test_a_slow_start_is_no_sign_that_a_coordinator_got_anywhere() -> None:
+    """Coordinators that die one after the other while a worker takes memory give up in the end.  The control: a worker that joins is one;
+    and nobody remembers its start."""
+    play = begun(slots=1)
+    play.tell(ev.Recovered(play.run.incarnation + 1, (WorkerId("w1"),), (NodeId("n1"), NodeId("n2"))))
+    play.tell(ev.Starting(WorkerId("w1"), "takes memory"))
+    assert play.run.takeover.startups == 1 and list(play.run.watch.starts) == ["w1"]
+    joins(play, "w1", "n1")
+    assert play.run.takeover.startups == 0 and play.run.watch.starts == {}

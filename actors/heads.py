@@ -21,7 +21,9 @@ ELSEWHERE = (
     "newest checkpoint"
 )
 UNASKED = object()
-"""Stands for the reply of a head that this version of Ray has no way to ask, since the calls are private: who joins it finds out."""
+"""Stands for the reply of a head that was not asked, because this version of Ray has other private calls, or that fails at it: who joins
+it finds out.
+"""
 
 
 def reachable(address: str) -> bool:
@@ -71,6 +73,8 @@ def _reply(address: str, service: str, method: str, **request: str) -> Any:
             ) from None
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED):
             return None
+        if error.code() not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            return UNASKED
         why = error.details()
     except (ray.exceptions.AuthenticationError, RuntimeError, OSError) as error:  # it has no token, or not what TLS needs
         why = str(error).partition(". ")[0]

@@ -150,8 +150,9 @@ class Worker:
         told: object = None
         while self._joined is None:
             time.sleep(self.job.deadlines.form_s / 4)
-            copies = self.counters["copies"]
-            seen = self._doing, os.fstat(copies).st_blocks if copies else 0
+            copies, compiler = self.counters["copies"], sys.modules.get("torch._dynamo.utils")
+            graphs = sum(compiler.counters["inductor"].values()) if compiler is not None else 0
+            seen = self._doing, os.fstat(copies).st_blocks if copies else 0, graphs
             if seen != told and self._joined is None:
                 self.report(Starting(self.worker, f"{seen[0]}, {seen[1] * BLOCK / 1e9:.1f} GB so far" if seen[1] else seen[0]))
             told = seen

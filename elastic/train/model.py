@@ -315,8 +315,8 @@ class State:
         return {name: (buffer.data_ptr(), buffer._version) for name, buffer in found if buffer is not None}
 
     def buffer_values(self) -> dict[str, torch.Tensor]:
-        """Returns copies of the bytes of all buffers by name.  They tell what torch does not count: ``.data``, and what ``F.batch_norm``
-        writes into the statistics that it gets.
+        """Returns copies on the host of the bytes of all buffers by name.  They tell what torch does not count: ``.data``, and what
+        ``F.batch_norm`` writes into the statistics that it gets.
         """
         found = ((name, module._buffers.get(key)) for name, module, key in self._buffers)
-        return {name: buffer.detach().flatten().view(torch.uint8).clone() for name, buffer in found if buffer is not None}
+        return {name: buffer.detach().flatten().view(torch.uint8).to("cpu", copy=True) for name, buffer in found if buffer is not None}

@@ -325,10 +325,12 @@ def _unused(job: Job) -> list[str]:
 
 def _check_dataset(job: Job, model: nn.Module, session: Session) -> None:
     """Raises :class:`ModelError` if the model cannot train on what the dataset gives, or continue the prompts of the job."""
-    for loader in filter(None, (session.loader, session.held_out)):
-        _check_vocabulary(model, loader.dataset)
-        _check_length(model, loader.dataset)
-    _check_documents(model, session)
+    _check_vocabulary(model, session.loader.dataset)
+    if session.loss is next_token and not job.loop:  # other code may do as it likes with samples
+        for loader in filter(None, (session.loader, session.held_out)):
+            _check_vocabulary(model, loader.dataset)
+            _check_length(model, loader.dataset)
+        _check_documents(model, session.loader.dataset)
     check_samples(job, model, session.loader.dataset)
 
 
@@ -354,9 +356,9 @@ def _check_length(model: nn.Module, dataset: Dataset) -> None:
         )
 
 
-def _check_documents(model: nn.Module, session: Session) -> None:
+def _check_documents(model: nn.Module, dataset: Dataset) -> None:
     """Raises :class:`ModelError` if the dataset tells the documents of its samples, and the model cannot keep them apart."""
-    if getattr(session.loader.dataset, "documents", False) is not True or session.loss is not next_token:
+    if getattr(dataset, "documents", False) is not True:
         return
     kind: Any = type(model)
     expect_documents(kind)

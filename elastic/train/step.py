@@ -356,7 +356,8 @@ def refuse_changes(before: dict[str, tuple[int, int]], state: State, values: Map
 def compare_tokens(session: Session, model: torch.nn.Module) -> None:
     """Lets the loader compare what it reads from now on with the vocabulary of ``model``, if that and the loss say what tokens are."""
     known = getattr(model, "vocab", None) if session.loss is next_token and not session.job.loop else None
-    session.loader.vocab = known if isinstance(known, int) else None
+    for loader in filter(None, (session.loader, session.held_out)):
+        loader.vocab = known if isinstance(known, int) else None
 
 
 def seed_all(seed: int, device: torch.device) -> None:

@@ -29,6 +29,9 @@ from elastic.train.model import BUFFERS, State
 from elastic.train.step import Session, compare_tokens, loss_of, refuse_changes
 from storage.slices import Tensor
 
+COUNTED = "num_batches_tracked"
+"""Name of a buffer of norms that is no flag."""
+
 
 def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -> int:
     """Warms up once, before the first world.  A failure here happens again in the first step, and is reported there with its samples.
@@ -147,13 +150,15 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     batch = session.loader.read(session.cursor.some_ids(session.job.microbatch_size))
     state.model.train()
     marks, values = state.buffer_marks(), state.buffer_values()
+    flags = [name for name, each in state.model.named_buffers() if not each.is_floating_point() and not name.endswith(COUNTED)]
     state.sync.begin_step(1)
     state.parameters.begin_round(0, last=True)
     loss, _ = loss_of(session, state.model, {name: value.to(world.device) for name, value in batch.items()})
     state.parameters.end_forward()
     loss.backward()
     state.parameters.end_round()
-    refuse_changes(marks, state, values)
+    if not flags:  # a model may do otherwise with flags as they really are, and the first microbatch tells
+        refuse_changes(marks, state, values)
     grads = state.parameters.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
     if state.optimizer.rule.prepare is not None:

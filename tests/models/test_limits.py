@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastic.engine.loss import next_token
 from elastic.errors import JobError, ModelError
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
@@ -68,6 +69,15 @@ def test_so_are_samples_that_are_held_out(tokens: Path, tmp_path: Path) -> None:
         preflight(job_on(tokens, tmp_path, GPT2, 16, validation=held_out))
 
 
+def test_code_of_ones_own_may_do_otherwise_with_samples(tokens: Path, tmp_path: Path) -> None:
+    """A loss may cut samples to what the model reads.  The control: ours, above."""
+    preflight(job_on(tokens, tmp_path, GPT2, 17, loss=f"{__name__}:of_the_first"))
+
+
+def of_the_first(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return next_token(model, {"tokens": batch["tokens"][:, :17]})
+
+
 class Numbers:
     """A user's dataset, which does not say how large its tokens are; the largest is in the last samples."""
 
@@ -93,5 +103,19 @@ def test_a_token_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
         return run_local(job, lambda line: None)[0]
 
     with pytest.raises(JobError, match=r"samples \[.*\] have the token 29, and the model knows those below 29; set .* to 30 or more"):
+        trained(29)
+    assert trained(28) == "Finished"
+
+
+def test_so_is_one_that_is_held_out(tmp_path: Path) -> None:
+    """The control: the largest that the model knows."""
+
+    def trained(largest: int) -> str:
+        data = {"dataset": f"{__name__}:Numbers", "args": {"largest": 28}}
+        held_out = {"every": 1, "dataset": f"{__name__}:Numbers", "args": {"largest": largest}}
+        job = toy_job(tmp_path, name=f"held-{largest}", model=GPT2[0], model_args=GPT2[1], data=data, validation=held_out, steps=2)
+        return run_local(job, lambda line: None)[0]
+
+    with pytest.raises(JobError, match=r"^validation\.dataset = .*: samples \[.*\] have the token 29, and the model knows those below 29"):
         trained(29)
     assert trained(28) == "Finished"

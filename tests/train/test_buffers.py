@@ -52,9 +52,25 @@ class Averaging(Own):
         return out
 
 
+class Flagged(Own):
+    """A model that fills a table when it first runs, unless a flag says that this was done; and it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("filled", torch.tensor(True))
+        self.register_buffer("table", torch.ones(29))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not self.filled:
+            self.table.fill_(1.0)
+            self.filled.fill_(True)
+        return super().forward(tokens) * self.table
+
+
 MODELS = [
     (f"{HERE}:WithActivated", r"layers\.0\.norm\.running_mean"),
     (f"{HERE}:Averaging", "average"),
+    (f"{HERE}:Flagged", ""),
     ("tests.support.toys:own", ""),
     ("tests.support.toys:batch_normed", ""),
 ]

@@ -29,6 +29,7 @@ from actors.relay import Outbox, gone_for_good
 from elastic.errors import DataError, JobError, NoRoomYet
 from elastic.ids import WorkerId
 from elastic.job import Job
+from elastic.plan.copy_budget import amount
 from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed, Starting
 from elastic.protocol.member import Member
 from elastic.runs import forks
@@ -154,7 +155,7 @@ class Worker:
             graphs = sum(compiler.counters["inductor"].values()) if compiler is not None else 0
             seen = self._doing, os.fstat(copies).st_blocks if copies else 0, graphs
             if seen != told and self._joined is None:
-                self.report(Starting(self.worker, f"{seen[0]}, {seen[1] * BLOCK / 1e9:.1f} GB so far" if seen[1] else seen[0]))
+                self.report(Starting(self.worker, f"{seen[0]}, {amount(seen[1] * BLOCK)} so far" if seen[1] else seen[0]))
             told = seen
 
     def _wait_for_keeper(self) -> None:

@@ -7,7 +7,6 @@ few messages.  A member copies the slices that it already holds from its own mem
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -107,7 +106,7 @@ class Healing:
         """Lets the keeper see that this member does not stand still, then calls ``then``."""
         counters = self.session.counters
         if OPERATIONS[counters["operation"]] == HEALS:
-            counters["collective"] = time.monotonic_ns() // 1_000_000
+            counters.got_further()
         then()
 
     def _fill(self, there: list[Shard], checkpoints: Checkpoints, hook: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import sys
+import time
 from pathlib import Path
 
 from elastic.protocol.events import HEALS, INITIALISES
@@ -71,6 +72,10 @@ class Counters:
     def at(self, operation: str) -> None:
         """Sets the worker's present operation."""
         self["operation"] = OPERATIONS.index(operation)
+
+    def got_further(self) -> None:
+        """Writes into ``collective`` that the worker does not stand still: the time, which is more than any earlier value."""
+        self["collective"] = time.monotonic_ns() // 1_000_000
 
     def close(self) -> None:
         self._view.release()

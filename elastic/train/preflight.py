@@ -20,7 +20,7 @@ from elastic.engine.axes.buckets import buckets_of, described
 from elastic.engine.batch_norm import tracking
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.kept import reader_of_fp8
-from elastic.engine.loss import expect_documents, next_token
+from elastic.engine.loss import expect_documents
 from elastic.engine.optim.trial import check_rule
 from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within
 from elastic.engine.precision import PRECISIONS
@@ -49,7 +49,7 @@ from elastic.train.errands import check_samples
 from elastic.train.estimate import unnamed_policy
 from elastic.train.model import AS_IT_IS_THERE, begun_anew, build_model, builder_of, by_the_rules_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session, unlike_held_out
-from elastic.train.step import Session
+from elastic.train.step import Session, by_next_token
 from storage.checkpoints.reader import Reader
 from storage.errors import Unavailable
 from storage.objects import ObjectStore
@@ -326,11 +326,12 @@ def _unused(job: Job) -> list[str]:
 def _check_dataset(job: Job, model: nn.Module, session: Session) -> None:
     """Raises :class:`ModelError` if the model cannot train on what the dataset gives, or continue the prompts of the job."""
     _check_vocabulary(model, session.loader.dataset)
-    if session.loss is next_token and not job.loop:  # other code may do as it likes with samples
-        for loader in filter(None, (session.loader, session.held_out)):
-            _check_vocabulary(model, loader.dataset)
-            _check_length(model, loader.dataset)
+    if by_next_token(session):  # other code may do as it likes with samples
+        _check_length(model, session.loader.dataset)
         _check_documents(model, session.loader.dataset)
+        if session.held_out is not None:
+            _check_vocabulary(model, session.held_out.dataset)
+            _check_length(model, session.held_out.dataset)
     check_samples(job, model, session.loader.dataset)
 
 

@@ -353,9 +353,14 @@ def refuse_changes(before: dict[str, tuple[int, int]], state: State, values: Map
             )
 
 
+def by_next_token(session: Session) -> bool:
+    """Returns whether only our own loss reads samples, so that it is known what they are."""
+    return session.loss is next_token and not session.job.loop
+
+
 def compare_tokens(session: Session, model: torch.nn.Module) -> None:
     """Lets the loader compare what it reads from now on with the vocabulary of ``model``, if that and the loss say what tokens are."""
-    known = getattr(model, "vocab", None) if session.loss is next_token and not session.job.loop else None
+    known = getattr(model, "vocab", None) if by_next_token(session) else None
     for loader in filter(None, (session.loader, session.held_out)):
         loader.vocab = known if isinstance(known, int) else None
 

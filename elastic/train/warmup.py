@@ -149,8 +149,8 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     compare_tokens(session, state.model)
     batch = session.loader.read(session.cursor.some_ids(session.job.microbatch_size))
     state.model.train()
-    marks, values = state.buffer_marks(), state.buffer_values()
-    flags = [name for name, each in state.model.named_buffers() if not each.is_floating_point() and not name.endswith(COUNTED)]
+    flags = any(not each.is_floating_point() and not name.endswith(COUNTED) for name, each in state.model.named_buffers())
+    marks, values = ({}, {}) if flags else (state.buffer_marks(), state.buffer_values())
     state.sync.begin_step(1)
     state.parameters.begin_round(0, last=True)
     loss, _ = loss_of(session, state.model, {name: value.to(world.device) for name, value in batch.items()})

@@ -18,7 +18,7 @@ from elastic.train.preflight import preflight
 from storage.datasets import Coding, write_dataset
 from storage.objects import ObjectStore
 from tests.data.texts import numbered
-from tests.models.test_packed import found, one_by_one, packed, samples
+from tests.models.test_packed import assert_kept_apart, one_by_one, packed, samples
 from tests.support.ranks import Ranks
 from tests.support.segments import train
 from tests.support.toys import toy_job
@@ -54,14 +54,7 @@ def made(kind: str, dtype: torch.dtype = torch.float64, **more: Any) -> nn.Modul
 
 @each_model
 def test_losses_and_gradients_are_those_of_the_documents_alone(kind: str) -> None:
-    """They agree to 1e-10 in float64.  The controls: without documents, and with a border that is moved by a token, they do not."""
-    model, (texts, batch) = made(kind), samples()
-    expected = found(one_by_one(model, texts)[0], model)
-    for mine, theirs in zip(found(packed(model, batch), model), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
-    for other in (torch.zeros_like(batch["documents"]), batch["documents"].roll(1, 1)):
-        changed = found(packed(model, {**batch, "documents": other}), model)
-        assert all((mine - theirs).norm() > 1e-3 * theirs.norm() for mine, theirs in zip(changed, expected, strict=True))
+    assert_kept_apart(made(kind))
 
 
 @each_model

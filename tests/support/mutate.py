@@ -224,8 +224,8 @@ NAMED: tuple[tuple[str, ...], ...] = (
     (
         "what members held counts after Go",
         "elastic/control/edges.py",
-        "    membership.hold(decision, {worker: () for worker in plan.members})\n    if isinstance(decision.run.state, Forming):\n",
-        "    if isinstance(decision.run.state, Forming):\n",
+        "    membership.hold(decision, {worker: () for worker in plan.members})\n    if isinstance(decision.run.state, Forming) and",
+        "    if isinstance(decision.run.state, Forming) and",
         "tests/control/test_forming.py",
     ),
     (

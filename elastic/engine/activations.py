@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -81,10 +82,10 @@ class _Held:
         self.restore = restore
         self.restored: Tensor | None = None
 
-    def memory(self) -> torch.UntypedStorage:
+    def memory(self) -> Tensor:
         if self.restored is None:
             self.restored = self.restore()
-        return self.restored.untyped_storage()
+        return self.restored
 
 
 class _View(NamedTuple):
@@ -110,7 +111,7 @@ class _Kept:
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         memory = tensor.untyped_storage()
-        if type(tensor) is not Tensor or memory.nbytes() < self.small or memory._cdata in self.others:
+        if type(tensor) not in (Tensor, FakeTensor) or memory.nbytes() < self.small or memory._cdata in self.others:
             return tensor
         key = StorageWeakRef(memory), tensor._version
         if key not in self.known:
@@ -121,12 +122,20 @@ class _Kept:
 
 
 def _unpack(kept: Tensor | _View) -> Tensor:
-    return kept if isinstance(kept, Tensor) else torch.empty(0, **kept.like).set_(kept.held.memory(), *kept.place)
+    if isinstance(kept, Tensor):
+        return kept
+    memory, (offset, shape, strides) = kept.held.memory(), kept.place
+    if isinstance(memory, FakeTensor):
+        return memory.view(kept.like["dtype"]).as_strided(shape, strides, offset)
+    return torch.empty(0, **kept.like).set_(memory.untyped_storage(), offset, shape, strides)
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns all memory of ``tensor`` in one dimension."""
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+    memory = tensor.untyped_storage()
+    if isinstance(tensor, FakeTensor):  # ``set_`` would leave it in a cycle, and who counts memory would count it too long
+        return tensor.as_strided((memory.nbytes() // tensor.element_size(),), (1,), 0).view(dtype)
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(memory)
 
 
 # ---- compression

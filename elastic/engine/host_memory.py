@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -18,10 +19,16 @@ class HostMemory:
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
         self.free: dict[int, list[Tensor]] = defaultdict(list)
+        self.taken: Callable[[Tensor], None] = lambda made: None
+        """It is called with each new piece."""
 
     def take(self, size: int) -> Tensor:
         free = self.free[size]
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+        if free:
+            return free.pop()
+        made = torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+        self.taken(made)
+        return made
 
     def give(self, host: Tensor) -> None:
         self.free[host.numel()].append(host)

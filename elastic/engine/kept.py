@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from elastic.engine.fp8_weights import weights_of
+from elastic.engine.host_memory import host_memory
 from elastic.engine.parallelize import parallelize, sharding_table
 from elastic.engine.world import World
 from elastic.job import Job
@@ -91,6 +92,55 @@ def kept_bytes(
     return Kept(tuple(living.get(number, 0) for number in range(len(blocks))), living.get(None, 0))
 
 
+def peak_bytes(
+    build: Callable[[], nn.Module],
+    job: Job,
+    loss: Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor]],
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+    shards: int = 1,
+) -> int:
+    """Returns the most bytes that live at once on the device in the microbatches of a step, of what the step itself makes.
+
+    A member of a world with so many shards runs forward and backward on fake tensors, round after round, with the engine's own hooks.  So
+    the number has all that a step makes in their course: what the forward pass leaves and the backward pass computes again, the gradients
+    of activations, the weights that stage 3 of ZeRO gathers, the gradients of the parameters of a unit in the dtype in which the model
+    computes, their flat copy, and the sums of all gradients, which stay from one round to the next.  The state, and copies of weights,
+    are there before and are not in it.  Nor is the memory of the host to which ``activations = "offload"`` moves what blocks keep.
+
+    The arguments, and what it raises, are those of :func:`kept_bytes`.
+    """
+    job, rounds = _as_few_rounds(job)
+    with _imagined(device, shards) as world, _Fake(gpu=job.workers.gpus > 0) as fake:
+        model, parameters, scheme, _ = parallelize(build(), world, job, backend=TRACED)
+        model.train()
+        watch = _Peak()
+        host_memory(pinned=False).taken = watch.leave_out
+        moved = {name: fake.from_tensor(value).to(device) for name, value in batch.items()}
+        with watch:
+            for number in range(scheme.begin_step(rounds * shards).rounds):
+                parameters.begin_round(number, last=number + 1 == rounds)
+                result, count = loss(model, moved)
+                parameters.end_forward()
+                result.backward()
+                del result, count
+                parameters.end_round()
+                gc.collect()  # the compiler leaves cycles with tensors
+    return watch.most
+
+
+def _as_few_rounds(job: Job) -> tuple[Job, int]:
+    """Returns a job whose members hold as much after so many rounds as those of ``job`` ever do.
+
+    From the second round on a member holds the sum of its gradients during the forward pass.  In blocks of several microbatches it
+    holds that of the blocks before, too, from the second microbatch of the second block on.
+    """
+    block = job.reduction.block if job.reproducible else 1
+    most = job.microbatches if job.global_batch != "all" else block + 2
+    job = job.replace(offload="none", reduction=job.reduction.model_copy(update={"block": min(block, 2)}))
+    return job, 4 if block > 1 and most > block + 1 else min(most, 2)
+
+
 def reader_of_fp8(
     build: Callable[[], nn.Module],
     job: Job,
@@ -126,19 +176,31 @@ class _Readers(TorchFunctionMode):
 
 
 @contextmanager
-def _imagined(device: torch.device) -> Iterator[World]:
-    """Yields a world of one member, and leaves nothing of what is compiled or cached in it."""
+def _imagined(device: torch.device, shards: int = 1) -> Iterator[World]:
+    """Yields a world of one replica, and leaves nothing of what is compiled or cached in it."""
     causal_mask.cache_clear()
+    host_memory.cache_clear()
     torch.compiler.reset()
     hook = sys.excepthook  # torch replaces it by one that says the rank of a process
-    world = World.imagined(Layout(1, 1), device)
+    world = World.imagined(Layout(1, shards), device)
     try:
+        if shards > 1:
+            assert world.shard_mesh  # while tensors have values
         yield world
     finally:
         world.close()
         sys.excepthook = hook
         torch.compiler.reset()
         causal_mask.cache_clear()
+        host_memory.cache_clear()
+
+
+class _Fake(FakeTensorMode):
+    """Makes tensors without memory.  ``gpu``: they stand for tensors of a GPU, whose kernels need other memory (``cross_entropy.py``)."""
+
+    def __init__(self, *, gpu: bool) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.gpu = gpu
 
 
 class _Watch(TorchDispatchMode):
@@ -177,3 +239,64 @@ class _Watch(TorchDispatchMode):
             if not memory.expired():
                 found[block] = found.get(block, 0) + size
         return found
+
+
+class _Peak(TorchDispatchMode):
+    """Knows how many bytes of what operations made live at once.
+
+    FSDP2 frees and takes the memory of gathered weights by ``resize_`` of their storage, which is no operation; so that is watched, too, as
+    torch's own ``MemTracker`` does.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._most = self._now = 0
+        self._living: dict[StorageWeakRef, int] = {}
+        self._resize: Any = None
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Says that blocks may be compiled in this mode, as :meth:`_Watch.is_infra_mode` does."""
+        return True
+
+    @property
+    def most(self) -> int:
+        """The most bytes so far."""
+        self._most = max(self._most, self._now)
+        return self._most
+
+    def __enter__(self) -> Any:
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def watched(storage: Any, size: int) -> Any:
+            self._set(StorageWeakRef(storage), size, new=False)
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = watched  # type: ignore[assignment, method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._most = self.most
+        for memory in [memory for memory in self._living if memory.expired()]:
+            self._now -= self._living.pop(memory)
+        given = {StorageWeakRef(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        for each in tree_leaves(out[1:] if func is WITH_STATE else out):
+            if isinstance(each, Tensor) and (memory := StorageWeakRef(each.untyped_storage())) not in given | self._living.keys():
+                self._set(memory, each.untyped_storage().nbytes(), new=True)
+        return out
+
+    def _set(self, memory: StorageWeakRef, size: int, *, new: bool) -> None:
+        if new or memory in self._living:
+            self._now += size - self._living.get(memory, 0)
+            self._living[memory] = size
+
+    def leave_out(self, made: Tensor) -> None:
+        """Counts the memory of ``made``, which the last operation made, no more: it is not on the device."""
+        self._set(StorageWeakRef(made.untyped_storage()), 0, new=True)

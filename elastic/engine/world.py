@@ -174,7 +174,7 @@ class World:
         """The number of this member's model group, among those that run microbatches."""
         return data_rank(self.layout, self.rank)
 
-    @property
+    @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The 1-D mesh over which the state of one replica is split."""
         return DeviceMesh.from_group(self.shard_group, self.device.type)

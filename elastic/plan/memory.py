@@ -11,8 +11,9 @@ old part beside the new one, and no gradients; the old part is not larger than t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 USABLE = 0.92
 """Part of a device's memory that is planned with.  The rest is for what nobody counts: contexts, communication, fragments."""
@@ -58,6 +59,15 @@ def passing_of(blocks: Sequence[Unit], rest: Unit, head: int) -> Passing:
     return Passing(rest.weights + head + most + summed, rest.grads + rest.sent)
 
 
+class Transient(NamedTuple):
+    """Bytes that come and go in a step beside the sums of gradients, as a step on tensors without memory tells them."""
+
+    alone: int
+    """Those of a member with the whole state."""
+    shared: int
+    """Those of a member that shares the state with others."""
+
+
 @dataclass(frozen=True)
 class Need:
     """Bytes that training needs: the whole ``state``, ``gradients`` (sums, and what an optimizer prepares of them), and what is
@@ -75,6 +85,8 @@ class Need:
     deferred: bool = False
     """True if sums over the members wait for the last round, so that each member holds the sums of all gradients."""
     transient: int = 0
+    alone: int | None = None
+    """What is ``transient`` in worlds with one shard, if that is known to be another number."""
     streamed: int = 0
     """Buffers through which the state comes and goes at an update if it lives in host memory; 0 if it lives on the device."""
     hosted: int = 0
@@ -83,12 +95,17 @@ class Need:
     """Bytes that come and go beside what is ``transient``, in worlds with more shards.  A worker that has measured leaves it out: it is in
     what it measured."""
 
+    def with_transient(self, found: Transient) -> Need:
+        """Returns the need with what comes and goes in a step; that has what is passing."""
+        return replace(self, transient=found.shared, alone=found.alone, passing=NOTHING)
+
     def of_a_member(self, shards: int) -> int:
         """Returns the bytes of a member in worlds with ``shards`` or more shards."""
         stays = shards == 1 or self.streamed  # a whole state stays where it is
         forming = 0 if stays else 2 * -(-self.state // shards) + self.gathered
         passing = self.passing if shards > 1 else NOTHING
-        comes = max(self.transient + passing.beside, passing.after, -(-self.streamed // shards))
+        transient = self.transient if shards > 1 or self.alone is None else self.alone
+        comes = max(transient + passing.beside, passing.after, -(-self.streamed // shards))
         return max(self.held(shards) + comes, forming)
 
     def held(self, shards: int) -> int:
@@ -96,6 +113,10 @@ class Need:
         state = 0 if self.streamed else self.state
         cut, kept = (state, self.gradients) if self.deferred else (state + self.gradients, 0)
         return -(-cut // shards) + kept + self.copies(shards)
+
+    def summed(self, shards: int) -> int:
+        """Returns the bytes of :attr:`gradients` that a member holds."""
+        return self.gradients if self.deferred else -(-self.gradients // shards)
 
     def copies(self, shards: int) -> int:
         """Returns the bytes of the copies of weights that a member keeps from step to step."""

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from elastic.data.loader import Batch
-from elastic.engine.kept import kept_bytes
+from elastic.engine.kept import peak_bytes
 from elastic.engine.optim.base import rule_of
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained
-from elastic.plan.memory import NOTHING, Need, first_roomy, least_shard
+from elastic.plan.memory import NOTHING, Need, Transient, first_roomy, least_shard
 from elastic.train.inventory import off_device
 from elastic.train.machine.device import (
     all_policies,
@@ -90,9 +90,7 @@ class Tried:
     """One setting of ``recompute``, and the memory that it asks for."""
 
     policy: str
-    transient: int
-    """Bytes that come and go with a microbatch: what the forward pass leaves for the backward pass, and, of one block that is computed
-    again, what it would have left."""
+    transient: Transient
     least: int
     """Smallest number of workers that must share the state; 0 if the memory of devices is not known, or if the state does not fit."""
 
@@ -110,14 +108,15 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
         if not (least := by_policy[policy]):
             way_out = fitting_policy(job, tensors) if tried else ""
             own = f" with recompute = {policy!r}" if way_out else ""
-            one, way_out = job.workers.max == 1, way_out or fitting_changes(job, min((each.transient for each in tried), default=0))
+            least_transient = min((each.transient for each in tried), default=Transient(0, 0))
+            one, way_out = job.workers.max == 1, way_out or fitting_changes(job, least_transient)
             few = f"{_workers(job.workers.max)} with {gigabytes(memory)}{'' if one else ' each'} {'is' if one else 'are'} too few"
             yield "; ".join(filter(None, [f"it does not fit{own}: {few}", way_out]))
             return
         yield f"recompute = {policy!r}: {least} or more workers with {gigabytes(memory)} each can train"
     layouts = job.layouts(least)
     shards = layouts[-1].dp_shard
-    transient = next((each.transient for each in tried if memory and each.policy == policy), 0)
+    transient = next((each.transient.shared for each in tried if memory and each.policy == policy), 0)
     whole = shards > 1 and 0 < least_whole(job, tensors, memory, transient) <= shards
     if whole:
         yield "zero = 2: there is room for all weights to compute with, so they are gathered once a step"
@@ -129,8 +128,8 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
     passing = foreseen(job, tensors).passing if shards > 1 and not whole else NOTHING
     if passing != NOTHING:
         yield (
-            f"blocks are gathered one after the other: {gigabytes(passing.beside)} of weights and gradients come and go beside a "
-            f"microbatch, and {gigabytes(passing.after)} at the end of its backward pass"
+            f"blocks are gathered one after the other: {gigabytes(passing.beside)} of weights and gradients come and go beside the "
+            f"activations of a microbatch, and {gigabytes(passing.after)} at the end of its backward pass"
         )
     rule = job.rules()
     parts = [bytes_of(tensors) / layout.dp_shard for layout in layouts]
@@ -148,7 +147,7 @@ def by_recompute(job: Job, tensors: Sequence[Tensor]) -> list[Tried]:
 def _tried(job: Job, tensors: Sequence[Tensor], policies: Sequence[Policy]) -> list[Tried]:
     memory, need, most, found = memory_of(job, torch.device("cpu")), foreseen(job, tensors), most_shards(job), list[Tried]()
     for policy, transient in transients(job, policies).items():
-        least = least_shard(replace(need, transient=transient), memory, most) if memory else 0
+        least = least_shard(need.with_transient(transient), memory, most) if memory else 0
         found.append(Tried(str(policy), transient, least))
     return found
 
@@ -174,7 +173,7 @@ def fitting_policy(job: Job, tensors: Sequence[Tensor]) -> str:
     return f"with recompute = {policy!r} it fits from {_workers(by_policy[policy])} on{why}"
 
 
-def fitting_changes(job: Job, transient: int) -> str:
+def fitting_changes(job: Job, transient: Transient) -> str:
     """Returns words that name other settings, each with which alone a job fits that does not fit with its own; "" if there are none.
 
     ``transient`` is what comes and goes with a microbatch.
@@ -202,8 +201,8 @@ def _onto(job: Job, changes: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def _least(job: Job, transient: int, memory: int) -> int:
-    return least_shard(replace(foreseen(job, tensors_of_job(job)), transient=transient), memory, most_shards(job))
+def _least(job: Job, transient: Transient, memory: int) -> int:
+    return least_shard(foreseen(job, tensors_of_job(job)).with_transient(transient), memory, most_shards(job))
 
 
 def _workers(number: int) -> str:
@@ -224,15 +223,22 @@ def unnamed_policy(job: Job, tensors: Sequence[Tensor]) -> str:
     return ""
 
 
-def transients(job: Job, policies: Sequence[Policy]) -> dict[Policy, int]:
-    """Returns the bytes that come and go with a microbatch, for each of ``policies``.  Raises as :func:`by_recompute`."""
+def transients(job: Job, policies: Sequence[Policy]) -> dict[Policy, Transient]:
+    """Returns the bytes that come and go in a step, for each of ``policies``.  Raises as :func:`by_recompute`.
+
+    Sums of gradients are not among them, as :func:`~elastic.train.machine.device.need_of` has these.
+    """
     batch, builder, loss = _longest(job), builder_of(job), loss_of(job)
-    jobs = {policy: job.replace(recompute=policy) for policy in ("none", *policies)}
-    kept = {
-        policy: kept_bytes(partial(build_model, each, builder), each, loss, batch, torch.device("cpu")) for policy, each in jobs.items()
-    }
-    again = max(kept["none"].blocks, default=0)
-    return {policy: kept[policy].total + (again if policy != "none" else 0) for policy in policies}
+    model = build_model(job, builder)
+    job = in_its_stage(job, model)
+    need, device = need_of(job, tensors_of(model, rule_of(job))), torch.device("cpu")
+
+    def found(policy: Policy, shards: int) -> int:
+        tried = job.replace(recompute=policy)
+        return max(0, peak_bytes(partial(build_model, tried, builder), tried, loss, batch, device, shards) - need.summed(shards))
+
+    several = most_shards(job) > 1
+    return {policy: Transient(alone := found(policy, 1), found(policy, 2) if several else alone) for policy in policies}
 
 
 def _longest(job: Job) -> Batch:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from elastic.errors import ElasticError, JobError
 from elastic.imports import failure
@@ -108,7 +107,7 @@ class _Trial:
         except Exception as error:  # of the model or the loss, which may not run with tensors that have no values
             why = f"the memory that a microbatch takes is not known ({failure(error)})"
             raise JobError(f"microbatch = 'auto': {why}; name a number") from error
-        return [replace(self.need, transient=transient) for transient in found.values()]
+        return [self.need.with_transient(transient) for transient in found.values()]
 
     def _room(self) -> str:
         return f"{amount(USABLE * self.memory)} of {amount(self.memory)} can be used"

@@ -156,7 +156,7 @@ def test_what_a_microbatch_takes_is_told_for_what_auto_tries(tmp_path: Path, cap
     job = toy_job(tmp_path, model_args=model, microbatch=16, workers={"max": 8, "device_gb": 0.012})
     rows = by_recompute(job, tensors_of_job(job))
     assert [each.policy for each in rows] == ["none", "selective", "block"]
-    sizes, least = [each.transient for each in rows], [each.least for each in rows]
+    sizes, least = [each.transient.alone for each in rows], [each.least for each in rows]
     assert sizes[0] > 1.2 * sizes[1] > 1.2**2 * sizes[2]
     assert least[0] > least[2] >= 1
     batch = opened(job).read(tuple(range(16)))
@@ -203,7 +203,8 @@ def test_stage_3_needs_more_workers_for_what_it_gathers(tmp_path: Path, capsys: 
     """A device that is just large enough without that is not large enough for as few workers."""
     job = toy_job(tmp_path, model_args=MODEL, precision="bf16", reproducible=False, workers={"min": 2, "max": 8}, parallel={"zero": 3})
     tensors, (size,) = tensors_of_job(job), transients(job, ["block"]).values()
-    without = replace(need_of(job, tensors), transient=size)
+    passing = foreseen(job, tensors).passing
+    without = replace(need_of(job, tensors), transient=size.shared - passing.beside, alone=size.alone)
     device_gb = without.of_a_member(2) / USABLE / 1e9 + 1e-7
     limited = job.replace(workers={"min": 2, "max": 8, "device_gb": device_gb}, recompute="block")
     memory = int(limited.workers.device_gb * 1e9)
@@ -220,7 +221,7 @@ def test_a_compiled_reproducible_job_is_told_which_policy_it_must_name(tmp_path:
     """The controls: where it may choose, where it fits, where it has named one, and where no policy would help."""
     job = toy_job(tmp_path, model_args=DEEP, microbatch=16, workers={"min": 8, "max": 8}, compile=True)
     tensors = tensors_of_job(job)
-    by_policy = {policy: replace(foreseen(job, tensors), transient=size) for policy, size in transients(job, ["none", "block"]).items()}
+    by_policy = {policy: foreseen(job, tensors).with_transient(size) for policy, size in transients(job, ["none", "block"]).items()}
     most, least = (by_policy[policy].of_a_member(8) for policy in ("none", "block"))
     assert most > 1.2 * least
     limited = job.replace(workers=job.workers.model_copy(update={"device_gb": (most + least) / 2e9}))
@@ -244,7 +245,7 @@ def test_settings_with_which_a_job_fits_are_named_and_do_fit(tmp_path: Path, cap
     """The judge is the estimate of the job with what is named.  The controls: a device that nothing fits, and one that is large enough."""
     job = toy_job(tmp_path, model_args=MODEL, precision="bf16", recompute="block", workers={"max": 2})
     tensors, (size,) = tensors_of_job(job), transients(job, ["block"]).values()
-    needed = replace(foreseen(job, tensors), transient=size).of_a_member(2)
+    needed = foreseen(job, tensors).with_transient(size).of_a_member(2)
     (tmp_path / "job.toml").write_text(to_toml(job))
 
     def of(part: float, *words: str) -> str:

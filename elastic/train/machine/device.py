@@ -64,7 +64,7 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
 
 
 def gathers_of(job: Job, tensors: Sequence[Tensor]) -> Passing:
-    """Returns what comes and goes if members share the state, beside activations, as long as nobody has measured it.
+    """Returns what comes and goes if members share the state, beside activations, as long as nobody knows it from a step.
 
     It is nothing unless weights are gathered block by block.  Members that add in order (``reproducible``) hold the gradients of a unit
     once as they send them, and once as they get them.

@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "collective": {**BF16, "reproducible": False},
 }
 DEFAULT = ("block", "sqrt", "fp16", "fp8", "int8", "moments", "vocabulary", "blocks", "uneven")
-FAR = ("vocabulary", "moments", "offload", "int8", "uneven", "fp16")
+FAR = ("vocabulary", "int8", "uneven", "fp16")
 
 
 class Sequences:

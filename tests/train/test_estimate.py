@@ -145,7 +145,7 @@ def test_a_job_file_is_told_with_what_auto_takes(tmp_path: Path, capsys: pytest.
     model = "{vocab = 29, dim = 64, layers = 6, heads = 2}"
     data = '[data]\ndataset = "tests.support.toys:Sums"\n[workers]\nmax = 8\n'
     file = str(job_file(tmp_path, f'global_batch = "all"\nmicrobatch = 16\nmodel_args = {model}\n{data}'))
-    for device_gb, policy in (("0.005", "block"), ("0.0077", "selective"), ("0.012", "none")):
+    for device_gb, policy in (("0.0046", "block"), ("0.0077", "selective"), ("0.012", "none")):
         line = said(capsys, file, "--workers.device-gb", device_gb)
         assert f"recompute = '{policy}': 2 or more workers" in line and "if 2 of 8 workers share the state" in line
 
@@ -153,7 +153,7 @@ def test_a_job_file_is_told_with_what_auto_takes(tmp_path: Path, capsys: pytest.
 def test_what_a_microbatch_takes_is_told_for_what_auto_tries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If the memory of devices is known, so is the number of workers that must share the state: fewer, if more is computed again."""
     model = {"vocab": 29, "dim": 64, "layers": 6, "heads": 2}
-    job = toy_job(tmp_path, model_args=model, microbatch=16, workers={"max": 8, "device_gb": 0.012})
+    job = toy_job(tmp_path, model_args=model, microbatch=16, global_batch=32, workers={"max": 8, "device_gb": 0.012})
     rows = by_recompute(job, tensors_of_job(job))
     assert [each.policy for each in rows] == ["none", "selective", "block"]
     sizes, least = [each.transient.alone for each in rows], [each.least for each in rows]

@@ -111,7 +111,7 @@ def peak_bytes(
     The arguments, and what it raises, are those of :func:`kept_bytes`.
     """
     job, rounds = _as_few_rounds(job)
-    with _imagined(device, shards) as world, _Fake(gpu=job.workers.gpus > 0) as fake:
+    with _imagined(device, shards) as world, _fake(gpu=job.workers.gpus > 0) as fake:
         model, parameters, scheme, _ = parallelize(build(), world, job, backend=TRACED)
         model.train()
         watch = _Peak()
@@ -195,12 +195,14 @@ def _imagined(device: torch.device, shards: int = 1) -> Iterator[World]:
         host_memory.cache_clear()
 
 
-class _Fake(FakeTensorMode):
-    """Makes tensors without memory.  ``gpu``: they stand for tensors of a GPU, whose kernels need other memory (``cross_entropy.py``)."""
-
-    def __init__(self, *, gpu: bool) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.gpu = gpu
+def _fake(*, gpu: bool) -> FakeTensorMode:
+    """Returns a mode that makes tensors without memory; its attribute ``gpu`` says that they stand for those of a GPU, whose kernels need
+    other memory (``cross_entropy.py``).  A class of our own would lack the rules that torch has for this one, such as for recomputation.
+    """
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.gpu = gpu
+    found: FakeTensorMode = mode
+    return found
 
 
 class _Watch(TorchDispatchMode):

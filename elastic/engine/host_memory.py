@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -19,16 +20,15 @@ class HostMemory:
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
         self.free: dict[int, list[Tensor]] = defaultdict(list)
-        self.taken: Callable[[Tensor], None] = lambda made: None
-        """It is called with each new piece."""
+        self.making: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Each new piece is made within what it returns."""
 
     def take(self, size: int) -> Tensor:
         free = self.free[size]
         if free:
             return free.pop()
-        made = torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
-        self.taken(made)
-        return made
+        with self.making():
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
 
     def give(self, host: Tensor) -> None:
         self.free[host.numel()].append(host)

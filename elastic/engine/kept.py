@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from elastic.engine.axes.split import Split
 from elastic.engine.fp8_weights import weights_of
 from elastic.engine.host_memory import host_memory
 from elastic.engine.parallelize import parallelize, sharding_table
@@ -115,15 +116,17 @@ def peak_bytes(
         model, parameters, scheme, _ = parallelize(build(), world, job, backend=TRACED)
         model.train()
         watch = _Peak()
-        host_memory(pinned=False).taken = watch.leave_out
+        host_memory(pinned=False).making = watch.elsewhere
         moved = {name: fake.from_tensor(value).to(device) for name, value in batch.items()}
         with watch:
             for number in range(scheme.begin_step(rounds * shards).rounds):
-                parameters.begin_round(number, last=number + 1 == rounds)
-                result, count = loss(model, moved)
+                last = number + 1 == rounds
+                parameters.begin_round(number, last=last)
+                result = loss(model, moved)[0] if last or isinstance(parameters, Split) else None  # others sum what is not there as zeros
                 parameters.end_forward()
-                result.backward()
-                del result, count
+                if result is not None:
+                    result.backward()
+                del result
                 parameters.end_round()
                 gc.collect()  # the compiler leaves cycles with tensors
     return watch.most
@@ -254,8 +257,11 @@ class _Peak(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._most = self._now = 0
-        self._living: dict[StorageWeakRef, int] = {}
+        self.most = 0
+        """The most bytes so far."""
+        self._now = 0  # with those of memory that lives no more, until somebody looks
+        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._counts = True
         self._resize: Any = None
 
     @classmethod
@@ -263,17 +269,11 @@ class _Peak(TorchDispatchMode):
         """Says that blocks may be compiled in this mode, as :meth:`_Watch.is_infra_mode` does."""
         return True
 
-    @property
-    def most(self) -> int:
-        """The most bytes so far."""
-        self._most = max(self._most, self._now)
-        return self._most
-
     def __enter__(self) -> Any:
         resize = self._resize = torch.UntypedStorage.resize_
 
         def watched(storage: Any, size: int) -> Any:
-            self._set(StorageWeakRef(storage), size, new=False)
+            self._set(storage, size, new=False)
             return resize(storage, size)
 
         torch.UntypedStorage.resize_ = watched  # type: ignore[assignment, method-assign]
@@ -285,20 +285,28 @@ class _Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._most = self.most
-        for memory in [memory for memory in self._living if memory.expired()]:
-            self._now -= self._living.pop(memory)
-        given = {StorageWeakRef(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        if not self._counts:
+            return out
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         for each in tree_leaves(out[1:] if func is WITH_STATE else out):
-            if isinstance(each, Tensor) and (memory := StorageWeakRef(each.untyped_storage())) not in given | self._living.keys():
-                self._set(memory, each.untyped_storage().nbytes(), new=True)
+            if isinstance(each, Tensor) and (memory := each.untyped_storage())._cdata not in given:
+                self._set(memory, memory.nbytes(), new=memory._cdata not in self._living)
         return out
 
-    def _set(self, memory: StorageWeakRef, size: int, *, new: bool) -> None:
-        if new or memory in self._living:
-            self._now += size - self._living.get(memory, 0)
-            self._living[memory] = size
+    def _set(self, memory: torch.UntypedStorage, size: int, *, new: bool) -> None:
+        if not new and memory._cdata not in self._living:
+            return
+        known, before = self._living.get(memory._cdata, (None, 0))
+        self._living[memory._cdata] = known or StorageWeakRef(memory), size
+        self._now += size - before
+        if self._now > self.most:
+            for at in [at for at, (each, _) in self._living.items() if each.expired()]:
+                self._now -= self._living.pop(at)[1]
+            self.most = max(self.most, self._now)
 
-    def leave_out(self, made: Tensor) -> None:
-        """Counts the memory of ``made``, which the last operation made, no more: it is not on the device."""
-        self._set(StorageWeakRef(made.untyped_storage()), 0, new=True)
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Does not count the memory that is made meanwhile, which is not on the device."""
+        self._counts = False
+        yield
+        self._counts = True

@@ -226,7 +226,8 @@ def unnamed_policy(job: Job, tensors: Sequence[Tensor]) -> str:
 def transients(job: Job, policies: Sequence[Policy]) -> dict[Policy, Transient]:
     """Returns the bytes that come and go in a step, for each of ``policies``.  Raises as :func:`by_recompute`.
 
-    Sums of gradients are not among them, as :func:`~elastic.train.machine.device.need_of` has these.
+    Sums of gradients are not among them, as :func:`~elastic.train.machine.device.need_of` has these.  A member that shares the state has
+    half of it, since with more members less comes and goes.  Where the whole state does not fit a device anyway, its step is not tried.
     """
     batch, builder, loss = _longest(job), builder_of(job), loss_of(job)
     model = build_model(job, builder)
@@ -237,8 +238,9 @@ def transients(job: Job, policies: Sequence[Policy]) -> dict[Policy, Transient]:
         tried = job.replace(recompute=policy)
         return max(0, peak_bytes(partial(build_model, tried, builder), tried, loss, batch, device, shards) - need.summed(shards))
 
-    several = most_shards(job) > 1
-    return {policy: Transient(alone := found(policy, 1), found(policy, 2) if several else alone) for policy in policies}
+    degrees = (1,) if most_shards(job) == 1 else (2,) if 0 < memory_of(job, device) < need.held(1) else (1, 2)
+    tried = {policy: [found(policy, shards) for shards in degrees] for policy in policies}
+    return {policy: Transient(sizes[0], sizes[-1]) for policy, sizes in tried.items()}
 
 
 def _longest(job: Job) -> Batch:

@@ -137,6 +137,30 @@ def test_a_stage_shares_and_sends_what_it_promises(ranks: Ranks, tmp_path: Path,
     assert losses == pytest.approx([losses[0]] * 4, rel=2e-3)
 
 
+def after_rounds(world: World, job: Job) -> list[int]:
+    """Returns the bytes of tensors at the end of each round of a step, beyond those before the run."""
+    before, found = living(), list[int]()
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        me.step()
+        ends = me.state.parameters.end_round
+
+        def ended() -> None:
+            ends()
+            found.append(living() - before)
+
+        me.state.parameters.end_round = ended  # type: ignore[method-assign]
+        compute(me.session, me.state, 2)
+    return found
+
+
+def test_stage_3_keeps_one_sum_of_gradients_from_round_to_round(ranks: Ranks, tmp_path: Path) -> None:
+    """C4: 16 bytes a parameter, shared by all, after each of four rounds: FSDP2's own result of a round is not kept beside the sum."""
+    job = staged(tmp_path, 3)
+    count = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
+    found, _ = ranks.run(Layout(1, 2), after_rounds, job)
+    assert [each / count for each in found] == pytest.approx([16 / 2] * len(found), rel=0.05) and len(found) > 1
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("parallel", "worlds"),

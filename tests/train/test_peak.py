@@ -82,12 +82,28 @@ class Uneven(Own):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the memory of real tensors that lives at once."""
+    """Counts the bytes of the memory of real tensors that lives at once, that which FSDP2 gives a storage of before and takes away too."""
 
     def __init__(self, before: list[Tensor]) -> None:
         super().__init__()
         self.sizes = {StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in before}
         self.most = 0
+        self.resize: Any = None
+
+    def __enter__(self) -> Any:
+        resize = self.resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            self.sizes[StorageWeakRef(storage)] = size
+            self.most = max(self.most, self.now())
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -95,10 +111,13 @@ class Live(TorchDispatchMode):
         for each in tree_leaves(out):
             if isinstance(each, Tensor) and (memory := StorageWeakRef(each.untyped_storage())) not in given:  # not the host's, of before
                 self.sizes.setdefault(memory, each.untyped_storage().nbytes())
+        self.most = max(self.most, self.now())
+        return out
+
+    def now(self) -> int:
         for memory in [memory for memory in self.sizes if memory.expired()]:
             del self.sizes[memory]
-        self.most = max(self.most, sum(self.sizes.values()))
-        return out
+        return sum(self.sizes.values())
 
 
 def measured(world: World, job: Job) -> int:
@@ -151,12 +170,13 @@ def test_f8_the_peak_is_foreseen_before_anything_runs(tmp_path: Path, name: str)
     ids=["3", "2", "1"],
 )
 def test_f8_so_is_that_of_a_member_that_shares_the_state(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """The control: without what is gathered and summed it is more than a tenth less."""
+    """The control: without what comes and goes it is more than a tenth less; what the forward pass leaves is not enough for stage 3."""
     job = job_of(tmp_path, **{**changes, "recompute": "block", "workers": {"max": 2}, "global_batch": 12})
     need = foreseen(job, tensors_of_job(job))
     (found,) = transients(job, ["block"]).values()
     said = need.held(2) + found.shared
     peaks = ranks.run(Layout(1, 2), measured, job)
     print(f"F8 of two: measured {[peak / 1e6 for peak in peaks]} MB, foreseen {said / 1e6:.2f}")
-    assert said == pytest.approx(max(peaks), rel=0.1)
-    assert need.held(2) + before(job).transient < 0.9 * max(peaks)
+    assert said == pytest.approx(max(peaks), rel=0.05)
+    lacking = before(job).transient if job.zero == 3 else 0
+    assert need.held(2) + lacking < 0.9 * max(peaks)

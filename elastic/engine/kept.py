@@ -306,7 +306,7 @@ class _Peak(TorchDispatchMode):
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """Does not count the memory that is made meanwhile, which is not on the device."""
+        """Leaves out the memory that is made meanwhile, which is not on the device."""
         self._counts = False
         yield
         self._counts = True

@@ -63,9 +63,9 @@ class Transient(NamedTuple):
     """Bytes that come and go in a step beside the sums of gradients, as a step on tensors without memory tells them."""
 
     alone: int
-    """Those of a member with the whole state."""
+    """The bytes of a member with the whole state."""
     shared: int
-    """Those of a member that shares the state with others."""
+    """The bytes of a member that shares the state with others."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Need:
     """True if sums over the members wait for the last round, so that each member holds the sums of all gradients."""
     transient: int = 0
     alone: int | None = None
-    """What is ``transient`` in worlds with one shard, if that is known to be another number."""
+    """It takes the place of ``transient`` in worlds with one shard, if that is known to be another number."""
     streamed: int = 0
     """Buffers through which the state comes and goes at an update if it lives in host memory; 0 if it lives on the device."""
     hosted: int = 0

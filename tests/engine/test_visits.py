@@ -38,7 +38,7 @@ from tests.engine.test_gathers import loss as sideways
 from tests.engine.test_offload import LARGE, living
 from tests.support.ranks import Ranks
 from tests.support.segments import Member, Trained, compute, member, segment, train
-from tests.support.toys import toy_job
+from tests.support.toys import Own, toy_job
 from tests.support.worlds import STEPS
 
 LAYERS = 4
@@ -89,7 +89,27 @@ def test_the_losses_see_weights_that_an_update_has_not_written(ranks: Ranks, ref
     assert found[0].loss == reference.outcomes[0].loss and found[1].loss != reference.outcomes[1].loss
 
 
+class Adapted(Own):
+    """A model of which only small matrices in its blocks are trained, beside frozen layers (LoRA; Hu and others 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapter(self.mix.in_features) for _ in range(3))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("adapter" in name)
+
+
+class Adapter(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.layer, self.adapter = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(self.norm(x))) + self.adapter(x)
+
+
 FP8 = {"vocab": 32, "dim": 32, "layers": 3, "heads": 2}
+ADAPTED: dict[str, Any] = {"model": f"{__name__}:Adapted", "model_args": {}}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +117,9 @@ FP8 = {"vocab": 32, "dim": 32, "layers": 3, "heads": 2}
     [
         {"recompute": "selective", "precision": "bf16"},
         {"recompute": "block", "activations": "offload"},
+        {"recompute": "block", **ADAPTED},
+        pytest.param({"recompute": "selective", **ADAPTED}, marks=pytest.mark.full),
+        pytest.param({"recompute": "sqrt", **ADAPTED}, marks=pytest.mark.full),
         pytest.param({"recompute": "block"}, marks=pytest.mark.full),
         pytest.param({"recompute": "sqrt"}, marks=pytest.mark.full),
         pytest.param({"recompute": "attention"}, marks=pytest.mark.full),

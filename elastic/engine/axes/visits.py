@@ -2,8 +2,9 @@
 
 GeePS (Cui and others 2016) and ZeRO-Infinity (Rajbhandari and others 2021) do the same.  A group is the weights of one block, and lies in
 one piece of pinned memory.  It comes over a stream of its own while the block before it runs, in the backward pass while the block after it
-does.  It leaves when the block has run, and in the backward pass when all its gradients came, or another block needs its weights.  Group 0
-is the rest: weights outside of blocks, and those that several blocks share.  It comes once a step, and leaves after the last backward pass.
+does.  It leaves when the block has run, and in the backward pass when all its gradients came, or another block needs its weights.  If some
+weights are frozen, the gradients of the others say nothing: only another block lets it leave.  Group 0 is the rest: weights outside of
+blocks, and those that several blocks share.  It comes once a step, and leaves after the last backward pass.
 
 Values in the host's memory do not change within a step.  So a visit is new memory each time, and whoever still has a tensor of an earlier
 visit has the right values.  Only memory is at stake, and two things would keep it:
@@ -153,10 +154,14 @@ class Visits:
         self._begin(len(self._groups) - 1)
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
-        """Lets the groups of parameters leave whose gradients all came."""
+        """Lets the groups of parameters leave whose gradients all came, unless one is frozen.
+
+        The backward pass may still need that: torch's checkpoint keeps a frozen parameter itself, which becomes NaN.
+        """
         ids = {id(each) for each in parameters}
         for number in [*self._here]:
-            if number and self._may_leave(number) and ids & {id(each) for each in self._groups[number].parameters}:
+            group = self._groups[number].parameters
+            if number and self._may_leave(number) and ids & {id(each) for each in group} and all(each.requires_grad for each in group):
                 self._leave(number)
 
     def end(self, *, last: bool) -> None:

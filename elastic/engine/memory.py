@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from elastic.errors import ModelError
 from elastic.models.spec import ShardingTable
 
 aten = torch.ops.aten
@@ -71,11 +73,28 @@ def spread(blocks: Sequence[str], part: float) -> list[str]:
 
 
 def _all_but_its_input(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
+    return _again(block, args, kwargs)
 
 
 def _all_but_what_is_kept(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(type(block).forward, block, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+    return _again(block, args, kwargs, context_fn=_contexts)
+
+
+def _again(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any) -> Any:
+    """Runs ``block``, and once more in the backward pass.  Raises :class:`ModelError` if it changes what it gets.
+
+    From what has changed it would compute something else then.  Of keyword arguments torch does not notice; in compiled code it does.
+    """
+    compiling = torch.compiler.is_compiling()
+    given = [] if compiling else [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    before = [each._version for each in given]
+    out = checkpoint(type(block).forward, block, *args, use_reentrant=False, **how, **kwargs)
+    if before != [each._version for each in given]:
+        raise ModelError(
+            f"forward() of a block, {type(block).__name__}, changes a tensor in place that it gets, and would get another one when it runs "
+            f"again in the backward pass; write x = x + y in place of x += y, or set recompute = 'none'"
+        )
+    return out
 
 
 def _attention(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from elastic.engine.compile import apply_compile
 from elastic.engine.groups import apply_groups
 from elastic.engine.memory import apply_recompute
 from elastic.engine.parallelize import sharding_table
+from elastic.errors import ModelError
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
@@ -292,6 +293,51 @@ def test_a_block_with_another_input_begins_a_group(monkeypatch: pytest.MonkeyPat
     assert same(ours, plain) and same(wrong, plain)
     monkeypatch.setattr(groups._Values, "__ne__", lambda *_: False)
     assert not same(trained(wrapped("sqrt", 4, Halving, where_it_is=where_it_is)), plain)
+
+
+class Adding(nn.Module):
+    """Blocks get a tensor by name or by place, and add to it where it is, or make a new one."""
+
+    def __init__(self, layers: int, where_it_is: bool, named: bool, **_: Any) -> None:
+        super().__init__()
+        self.named, self.embedding, self.head = named, nn.Embedding(17, 8), nn.Linear(8, 17)
+        self.layers = nn.ModuleList(AddingBlock(where_it_is) for _ in range(layers))
+
+    def init_weights(self) -> None:
+        """The weights are those of the constructor, after a seed."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x=x) if self.named else layer(x)
+        return self.head(x)
+
+
+class AddingBlock(nn.Module):
+    def __init__(self, where_it_is: bool) -> None:
+        super().__init__()
+        self.where_it_is, self.bias, self.layer = where_it_is, nn.Parameter(torch.randn(8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.add_(self.bias) if self.where_it_is else x + self.bias
+        return x + torch.tanh(self.layer(x))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("policy", ["block", "sqrt", "selective", 0.5])
+def test_a_block_that_changes_what_it_gets_is_refused(policy: str | float, named: bool) -> None:
+    """It would run again from what it has changed; of what it gets by name torch does not say so, and gradients were others.
+
+    The controls: without a policy it trains, and in place of a change something new has the same gradients with all.
+    """
+    plain, new, again = (
+        trained(wrapped(each, 4, Adding, where_it_is=each == "none" and number == 0, named=named))
+        for number, each in enumerate(("none", "none", policy))
+    )
+    assert same(plain, new) and same(again, new)
+    with pytest.raises(ModelError, match=r"AddingBlock, changes a tensor in place that it gets.* set recompute = 'none'"):
+        trained(wrapped(policy, 4, Adding, where_it_is=True, named=named))
 
 
 @pytest.mark.fast

@@ -42,6 +42,13 @@ KEPT: frozenset[Any] = frozenset(
 activation functions, are cheap for what they would keep.
 """
 
+CHANGED = "Tensor cached during selective activation checkpoint has been mutated"
+"""The words of torch's error about a result that was kept, and then changed in place."""
+FRESH = (
+    "recompute = 'selective' keeps the results of matrix products, convolutions and attention, and the model changes one in place, as "
+    "nn.ReLU(inplace=True) does; let it make a new tensor, or set recompute = 'block'"
+)
+
 CHOOSES = "torch._higher_order_ops.wrap"
 """The logger by which torch warns of every choice of what is kept in a compiled block; the choice is ours (:func:`_choice`)."""
 
@@ -116,6 +123,12 @@ class _AttentionAgain(TorchFunctionMode):
 
 def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_choice)
+
+
+def tell_of_changes(error: RuntimeError) -> None:
+    """Adds what to do to the error of a backward pass that misses what ``selective`` has kept."""
+    if CHANGED in str(error):
+        error.add_note(FRESH)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -22,12 +22,14 @@ from elastic.engine.compile import apply_compile
 from elastic.engine.groups import apply_groups
 from elastic.engine.memory import apply_recompute
 from elastic.engine.parallelize import sharding_table
+from elastic.engine.world import World
 from elastic.errors import ModelError
+from elastic.ids import Version
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, train
-from tests.support.toys import toy_job
+from tests.support.segments import Trained, member, train
+from tests.support.toys import Own, toy_job
 from tests.support.worlds import STEPS
 
 SEQ, DIM = 64, 64
@@ -338,6 +340,35 @@ def test_a_block_that_changes_what_it_gets_is_refused(policy: str | float, named
     assert same(plain, new) and same(again, new)
     with pytest.raises(ModelError, match=r"AddingBlock, changes a tensor in place that it gets.* set recompute = 'none'"):
         trained(wrapped(policy, 4, Adding, where_it_is=True, named=named))
+
+
+class Rectified(Own):
+    """Each block changes the result of a matrix product in place, or makes a new tensor."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer[2] = nn.ReLU(inplace=in_place)
+
+
+def test_a_kept_result_that_is_changed_in_place_ends_the_step_with_what_to_do(tmp_path: Path) -> None:
+    """F2.  The controls: the same with ``block``, and a model that makes a new tensor, have the bits of one that keeps everything."""
+
+    def last(in_place: bool, recompute: str) -> Tensor:
+        args = {"model": f"{__name__}:Rectified", "model_args": {"in_place": in_place}}
+        world = World.alone(torch.device("cpu"))
+        try:
+            with member(world, toy_job(tmp_path, recompute=recompute, **args), Version(0, 0)) as me:
+                me.step()
+                return me.state.shard.values["parameter", "head.weight"].clone()
+        finally:
+            world.close()
+
+    plain = last(True, "none")
+    assert torch.equal(last(True, "block"), plain) and torch.equal(last(False, "selective"), plain)
+    with pytest.raises(RuntimeError, match="mutated") as wrong:
+        last(True, "selective")
+    assert wrong.value.__notes__[-1].endswith("or set recompute = 'block'")
 
 
 @pytest.mark.fast

@@ -32,6 +32,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from elastic.kernels.attention import Kernel, Mask, attention_mask, causal_attention, causal_mask, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.causal import keeps_apart, looks_ahead, remedy
+from elastic.models.flops import matrix_parameters
 from elastic.models.pretrained import Rename, check_weights, load_weights, same
 from elastic.models.spec import ShardingTable
 
@@ -215,6 +216,15 @@ class Fitted:
         most, words = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 0, self.get_input_embeddings()
         tables = [each.num_embeddings for each in self.modules() if isinstance(each, nn.Embedding) and each is not words]
         return most if most > 0 and any(most <= rows <= most + SPARE for rows in tables) else None
+
+    def flops_per_token(self: Any, seq: float, causal: bool) -> float:
+        """Returns the operations of a token, as ``elastic/models/flops.py`` says, without attention.
+
+        Of the experts of a layer, which are in one tensor, only those count to which a token goes.
+        """
+        used = getattr(self.config.get_text_config(), "num_experts_per_tok", None) or 0
+        experts = [each for name, each in self.named_parameters() if used and ".experts." in name and each.dim() > 2]
+        return 6 * (matrix_parameters(self) - sum(each.numel() * max(1 - used / len(each), 0) for each in experts))
 
     @property
     def vocab(self: Any) -> int:

@@ -175,7 +175,8 @@ IMPORTS = {
     "elastic.models.pretrained": Row((), ("safetensors", "torch")),
     "elastic.models.causal": Row(("elastic.kernels.attention",), ("torch", "transformers")),
     "elastic.models.transformers_lm": Row(
-        ("elastic.models.causal", "elastic.models.pretrained", "elastic.models.spec", "elastic.kernels.*"), ("torch", "transformers")
+        ("elastic.models.causal", "elastic.models.flops", "elastic.models.pretrained", "elastic.models.spec", "elastic.kernels.*"),
+        ("torch", "transformers"),
     ),
     "elastic.engine": Row(
         (

@@ -55,6 +55,22 @@ def test_a_model_that_says_nothing_counts_by_its_matrices() -> None:
     assert 6 * sum(each.numel() for each in model.parameters() if each.dim() >= 2) > 1.05 * found
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "llama"])
+def test_of_experts_those_count_to_which_a_token_goes(kind: str) -> None:
+    """Torch counts attention besides, which is known.  The control: all eight experts are several times as much."""
+    transformers_lm = pytest.importorskip("elastic.models.transformers_lm", reason="the models of this test are not installed")
+    layers, heads, head = 2, 2, 16
+    config: dict[str, Any] = {"model_type": kind, "vocab_size": 101, "hidden_size": 32, "num_hidden_layers": layers, "head_dim": head}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": 64}
+    if kind != "llama":
+        config |= {"mixtral": {"num_local_experts": 8}, "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64}}[kind]
+        config |= {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+    model = transformers_lm.build(config)
+    found, told = counted(model) - 12 * layers * heads * head * SEQ, flops_of(model)(SEQ, False)
+    assert told == flops_of(model)(SEQ, True) == pytest.approx(found, rel=0.01)
+    assert (6 * matrix_parameters(model) > 2.5 * found) == (kind != "llama")
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "peak"),
     [

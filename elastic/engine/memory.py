@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from fractions import Fraction
 from math import floor
 from types import MethodType
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -112,13 +114,17 @@ def _attention(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 class _AttentionAgain(TorchFunctionMode):
     """Lets torch's attention keep only its inputs: on some devices, and with a mask or dropout, it would keep [seq, seq] for each head.
 
-    FlexAttention never does, and stays as it is.
+    It runs again by the kernels that the model allows here.  FlexAttention never keeps so much, and stays as it is.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        how: dict[str, Any] = {}
+        if not torch.compiler.is_compiling():  # compiled code has chosen its kernel
+            allowed = _cur_sdpa_kernel_backends()
+            how["context_fn"] = lambda: (nullcontext(), sdpa_kernel(allowed))
+        return checkpoint(func, *args, use_reentrant=False, **how, **(kwargs or {}))
 
 
 def _contexts() -> Any:

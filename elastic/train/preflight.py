@@ -402,6 +402,8 @@ def _attention(job: Job, model: nn.Module, dataset: Dataset) -> list[str]:
     own = getattr(model, "attends", None)
     chosen = getattr(model, "attends_in_documents", own and Kernel.TORCH) if packed else own
     said = [f"attention is by {chosen.value}"] if isinstance(chosen, Kernel) else []
+    if chosen is Kernel.FLEX and job.recompute == "attention":
+        said.append("recompute = 'attention' has no effect with FlexAttention, which keeps little more than its inputs; leave it out")
     if not packed or chosen is Kernel.FLEX:
         return said
     return [

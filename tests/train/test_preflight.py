@@ -152,6 +152,12 @@ def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, 
     def told(**settings: Any) -> list[str]:
         return [note for note in preflight(job(**settings)).notes if note.startswith("attention is by")]
 
+    def idle(**settings: Any) -> bool:
+        notes = preflight(job(recompute="attention", **settings)).notes
+        return any(note.startswith("recompute = 'attention' has no effect with FlexAttention") for note in notes)
+
+    assert idle(compile=True) and not idle() and not idle(compile=True, reproducible=False) and not idle(compile=True, workers={"gpus": 0})
+
     flash = {"attention": "flash-4"}
     assert told() == ["attention is by torch's default"] and told(compile=True) == ["attention is by FlexAttention"]
     assert told(**flash) == told(**flash, compile=True) == ["attention is by flash-attention 4"]

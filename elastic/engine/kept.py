@@ -75,8 +75,9 @@ def kept_bytes(
     ask for values of tensors.
     """
     job = job.replace(activations="keep", offload="none")
+    model = build()  # not of fake tensors: torch cannot change the format of a module's fake parameters in place, as half() does
     with _imagined(device) as world, FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        model, *_ = parallelize(build(), world, job, backend=TRACED)
+        model, *_ = parallelize(model, world, job, backend=TRACED)
         model.train()
         watch = _Watch()
         blocks = sharding_table(model).blocks
@@ -155,8 +156,9 @@ def reader_of_fp8(
     There it would get NaN (``fp8_weights.py``).  The arguments are those of :func:`kept_bytes`, and it raises the same.
     """
     job = job.replace(activations="keep", offload="none", recompute="none", compile=False)
+    model = build()
     with _imagined(torch.device("cpu")) as world, FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        model, *_ = parallelize(build(), world, job)
+        model, *_ = parallelize(model, world, job)
         held = {id(layer.weight): name for name, layer in weights_of(model, sharding_table(model)).items()}
         with _Readers(held) as readers:
             loss(model, {name: fake.from_tensor(value) for name, value in batch.items()})

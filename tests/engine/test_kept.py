@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import profile
 
-from elastic.engine.kept import Kept, kept_bytes
+from elastic.engine.kept import Kept, kept_bytes, reader_of_fp8
 from elastic.engine.loss import next_token
 from elastic.engine.parallelize import parallelize
 from elastic.engine.world import World
 from elastic.job import Job
 from elastic.kernels.attention import causal_mask
+from elastic.models.llama import build
 from elastic.plan.layout import Layout
 from elastic.train.model import build_model, builder_of
 from tests.support.toys import toy_job
@@ -138,6 +139,19 @@ def test_each_block_has_its_own_bytes() -> None:
 def test_a_model_of_the_users_own(recompute: str | float) -> None:
     job = toy_job("/nowhere", model="tests.support.toys:own", model_args={}, recompute=recompute)
     assert kept(job).total == allocated(job) - int({"none": 0, 0.5: 2}.get(recompute, 3) * STATE)
+
+
+def halved(**args: Any) -> nn.Module:
+    return build(**args).bfloat16()
+
+
+@pytest.mark.fast
+def test_a_model_that_chooses_its_format_itself() -> None:
+    """A builder may change the format of what it has built.  Most of what blocks keep then takes half the bytes; the control is float32."""
+    job, plain = job_of("none", dropout=0, model=f"{__name__}:halved"), job_of("none", dropout=0)
+    assert kept(job).total < 0.7 * kept(plain).total
+    fp8 = job.replace(precision="fp8")
+    assert reader_of_fp8(partial(build_model, fp8, builder_of(fp8)), fp8, next_token, batch_of()) is None
 
 
 @pytest.mark.fast

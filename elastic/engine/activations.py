@@ -59,8 +59,7 @@ def apply_activations(model: nn.Module, table: ShardingTable, policy: str) -> No
     if policy == "keep":
         return
     run = _Offload().run if policy == "offload" else partial(_run, _FORMATS[policy])
-    for name in table.blocks:
-        block = model.get_submodule(name)
+    for block in dict.fromkeys(model.get_submodule(name) for name in table.blocks):  # a block may have several names: it is called for each
         block.forward = partial(run, block, block.forward)
 
 

@@ -88,6 +88,39 @@ def test_offloaded_blocks_keep_nothing_and_change_no_bit(recompute: str) -> None
     assert same(trained(with_activations("offload", recompute)), trained(with_activations("keep", recompute)))
 
 
+class Repeated(nn.Module):
+    """A model that runs one block three times, as its first and its last two layers."""
+
+    def __init__(self, **_: int) -> None:
+        super().__init__()
+        self.embed, one, other = nn.Embedding(17, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+        self.layers = nn.ModuleList([one, other, one, one])
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_a_block_with_several_names_is_offloaded_whenever_it_runs(recompute: str) -> None:
+    """The control: compressed to eight bits the gradients change, so the policy acts on such a block."""
+
+    def grads(kept: str) -> list[Tensor]:
+        model = wrapped(recompute, kind=Repeated)
+        apply_activations(model, sharding_table(model), kept)
+        return trained(model)
+
+    assert same(grads("offload"), grads("keep"))
+    assert not same(grads("int8"), grads("keep"))
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("kept", ["int8", "fp8"])

@@ -75,6 +75,9 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
                 f"{name!r} of {job.model!r} is {tensor.dtype}, which a checkpoint cannot hold; make it one of {', '.join(DTYPES)}, "
                 f"say by torch.view_as_real, or compute it in forward"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ModelError(f"{name!r} of {job.model!r} has sparse = True, and sparse gradients cannot be summed; leave sparse out")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ModelError(f"parameter {name!r} of {job.model!r} has no dimensions and cannot be split; make it a tensor of shape [1]")

@@ -160,6 +160,12 @@ def half(**args: Any) -> nn.Module:
     return Own(**args).half()
 
 
+def sparse(**args: Any) -> nn.Module:
+    model = Own(**args)
+    model.embed = nn.Embedding(29, 19, sparse=True)
+    return model
+
+
 MISTAKES = {
     "loss is one mean": ({"loss": "mean"}, r"loss = '\S+:mean' returned a tensor of shape \[\]; it must return \(sum, count\)"),
     "loss is a mean and 1": ({"loss": "mean_and_one"}, r"loss = '\S+': of 2 samples it returns the count 1, and of their halves 1 and 1"),
@@ -204,6 +210,7 @@ MISTAKES = {
         {"model": "half"},
         r"optim\.eps = 1e-08 is 0 in float16, the format of '\S+' in '\S+:half', so an update would divide by zero; keep the weights",
     ),
+    "gradients are sparse": ({"model": "sparse"}, r"'embed' of '\S+:sparse' has sparse = True, .* leave sparse out"),
     "nothing learns": ({"model": "frozen"}, r"returned a sum without a gradient: .* no parameter of .*:frozen"),
 }
 

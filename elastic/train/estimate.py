@@ -113,7 +113,8 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
             few = f"{_workers(job.workers.max)} with {gigabytes(memory)}{'' if one else ' each'} {'is' if one else 'are'} too few"
             yield "; ".join(filter(None, [f"it does not fit{own}: {few}", way_out]))
             return
-        yield f"recompute = {policy!r}: {least} or more workers with {gigabytes(memory)} each can train"
+        named = job.recompute if isinstance(job.recompute, float) else policy
+        yield f"recompute = {named!r}: {least} or more workers with {gigabytes(memory)} each can train"
     layouts = job.layouts(least)
     shards = layouts[-1].dp_shard
     transient = next((each.transient.shared for each in tried if memory and each.policy == policy), 0)

@@ -213,6 +213,8 @@ def test_stage_3_needs_more_workers_for_what_it_gathers(tmp_path: Path, capsys: 
     assert tried.least > 2 and tried.transient.shared == size.shared
     (tmp_path / "job.toml").write_text(to_toml(limited))
     assert "blocks are gathered one after the other" in said(capsys, str(tmp_path / "job.toml"), "--workers.device-gb", "1")
+    part = said(capsys, str(tmp_path / "job.toml"), "--workers.device-gb", "1", "--recompute", "0.5")
+    assert "recompute = 0.5: " in part, "as it is written in a job"
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch

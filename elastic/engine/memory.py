@@ -7,7 +7,7 @@ compiled: the compiler then fuses other operations.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from fractions import Fraction
 from math import floor
@@ -44,11 +44,11 @@ KEPT: frozenset[Any] = frozenset(
 activation functions, are cheap for what they would keep.
 """
 
-CHANGED = "Tensor cached during selective activation checkpoint has been mutated"
-"""The words of torch's error about a result that was kept, and then changed in place."""
-FRESH = (
-    "recompute = 'selective' keeps the results of matrix products, convolutions and attention, and the model changes one in place, as "
-    "nn.ReLU(inplace=True) does; let it make a new tensor, or set recompute = 'block'"
+SELECTIVE = "selective activation checkpoint"
+"""Words of torch's errors about a result that was kept by choice, and then changed in place, or needed twice."""
+CANNOT_SELECT = (
+    "recompute = 'selective' keeps the results of matrix products, convolutions and attention: nothing may change one in place, as "
+    "nn.ReLU(inplace=True) does, and the loss may take no second derivative; set recompute = 'block' or 'none', or inplace=False"
 )
 
 CHOOSES = "torch._higher_order_ops.wrap"
@@ -65,9 +65,19 @@ def apply_recompute(model: nn.Module, table: ShardingTable, policy: str | float)
         return
     logging.getLogger(CHOOSES).addFilter(_is_news)
     blocks, forward = (table.blocks, _POLICIES[policy]) if isinstance(policy, str) else (spread(table.blocks, policy), _all_but_its_input)
-    for name in blocks:
-        block = model.get_submodule(name)
-        block.forward = MethodType(forward, block)  # no closure: the compiler would compile each block anew
+    for block in dict.fromkeys(model.get_submodule(name) for name in blocks):  # a block may have several names
+        own = vars(block).get("forward")
+        block.forward = MethodType(forward, _Own(block, own) if own else block)  # no closure: the compiler would compile each block anew
+
+
+class _Own:
+    """Stands for a block whose ``forward`` was replaced by one of its own, as libraries of kernels do, or ``precision = "fp8"``."""
+
+    def __init__(self, block: nn.Module, run: Callable[..., Any]) -> None:
+        self.block, self.run = block, run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
 
 
 def spread(blocks: Sequence[str], part: float) -> list[str]:
@@ -81,15 +91,15 @@ def spread(blocks: Sequence[str], part: float) -> list[str]:
     return [name for n, name in enumerate(blocks) if (n + 1) * others // count == n * others // count]
 
 
-def _all_but_its_input(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _all_but_its_input(block: Any, *args: Any, **kwargs: Any) -> Any:
     return _again(block, args, kwargs)
 
 
-def _all_but_what_is_kept(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _all_but_what_is_kept(block: Any, *args: Any, **kwargs: Any) -> Any:
     return _again(block, args, kwargs, context_fn=_contexts)
 
 
-def _again(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any) -> Any:
+def _again(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any) -> Any:
     """Runs ``block``, and once more in the backward pass.  Raises :class:`ModelError` if it changes what it gets.
 
     From what has changed it would compute something else then.  Of keyword arguments torch does not notice; in compiled code it does.
@@ -100,13 +110,13 @@ def _again(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **ho
     out = checkpoint(type(block).forward, block, *args, use_reentrant=False, **how, **kwargs)
     if before != [each._version for each in given]:
         raise ModelError(
-            f"forward() of a block, {type(block).__name__}, changes a tensor in place that it gets, and would get another one when it runs "
-            f"again in the backward pass; write x = x + y in place of x += y, or set recompute = 'none'"
+            f"forward() of a block, {type(getattr(block, 'block', block)).__name__}, changes a tensor in place that it gets, and would get "
+            f"another one when it runs again in the backward pass; write x = x + y in place of x += y, or set recompute = 'none'"
         )
     return out
 
 
-def _attention(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _attention(block: Any, *args: Any, **kwargs: Any) -> Any:
     with _AttentionAgain():
         return type(block).forward(block, *args, **kwargs)
 
@@ -131,10 +141,10 @@ def _contexts() -> Any:
     return create_selective_checkpoint_contexts(_choice)
 
 
-def tell_of_changes(error: RuntimeError) -> None:
-    """Adds what to do to the error of a backward pass that misses what ``selective`` has kept."""
-    if CHANGED in str(error):
-        error.add_note(FRESH)
+def tell_of_selective(error: RuntimeError) -> None:
+    """Adds what to do to the error of a backward pass that cannot use what ``selective`` has kept."""
+    if SELECTIVE in str(error):
+        error.add_note(CANNOT_SELECT)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

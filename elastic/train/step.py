@@ -22,7 +22,7 @@ from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.axes.split import tell_of_views
 from elastic.engine.loss import next_token
-from elastic.engine.memory import tell_of_changes
+from elastic.engine.memory import tell_of_selective
 from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.optim.schedule import own_rate_of
@@ -271,7 +271,7 @@ class Step:
             (loss if isinstance(weight, float) and weight == 1 else loss * weight).backward()
         except RuntimeError as error:
             tell_of_views(error)
-            tell_of_changes(error)
+            tell_of_selective(error)
             raise
         state.parameters.end_round()
         refuse_changes(self._marks, state, self._values)

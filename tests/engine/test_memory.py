@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,25 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 def a_layer(policy: str) -> float:
     """Returns the bytes that one more layer keeps."""
     return (measured(policy, 8)[0] - measured(policy, 4)[0]) / 4
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("policy", ["block", "sqrt", "attention", "selective", 0.5])
+def test_a_block_whose_forward_was_replaced_computes_that(policy: str | float) -> None:
+    """Libraries replace ``forward`` of single modules.  The control: the forward of the class gives other gradients."""
+
+    def doubled(replace: bool = True, **args: Any) -> nn.Module:
+        model = build(**args)
+        for block in model.layers if replace else ():
+            block.forward = partial(_twice, block.forward)
+        return model
+
+    assert same(trained(wrapped(policy, kind=doubled)), trained(wrapped("none", kind=doubled)))
+    assert not same(trained(wrapped("none", kind=doubled)), trained(wrapped("none")))
+
+
+def _twice(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return 2 * forward(*args, **kwargs)
 
 
 @pytest.mark.fast
@@ -404,7 +424,7 @@ def test_a_kept_result_that_is_changed_in_place_ends_the_step_with_what_to_do(tm
     assert torch.equal(last(True, "block"), plain) and torch.equal(last(False, "selective"), plain)
     with pytest.raises(RuntimeError, match="mutated") as wrong:
         last(True, "selective")
-    assert wrong.value.__notes__[-1].endswith("or set recompute = 'block'")
+    assert "set recompute = 'block' or 'none', or inplace=False" in wrong.value.__notes__[-1]
 
 
 @pytest.mark.fast

@@ -230,7 +230,8 @@ def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
         module.set_custom_reduce_scatter(ours)  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
         _fill(_group(module))
         _count(_group(module), ours)
-        _end(_group(module), module._get_fsdp_state(), scheme)
+        _end(_group(module), module._get_fsdp_state())
+        _forget(_group(module), scheme)
         if reduction.across_replicas is not None:
             module.set_all_reduce_hook(reduction.across_replicas)
 
@@ -261,12 +262,11 @@ def _count(group: Any, ours: _Reduce) -> None:
     group._record_post_forward = record
 
 
-def _end(group: Any, state: Any, scheme: Scheme) -> None:
+def _end(group: Any, state: Any) -> None:
     """Lets a module be idle as soon as its part of a backward pass is over, so that it may have another one in the same pass.
 
     By itself FSDP2 takes a later run of a reentrant checkpoint for what another checkpoint recomputes for the part that is over, and leaves
-    the gradients of that run out of every sum.  It also takes memory for the result of each round; where the scheme keeps the sums, only
-    that of the last one is a result, and the others would stay beside the sums until the round is over.
+    the gradients of that run out of every sum.
     """
     if group is None:
         return
@@ -275,9 +275,23 @@ def _end(group: Any, state: Any, scheme: Scheme) -> None:
     def post_backward(*unused: Any) -> None:
         original(*unused)
         state._training_state = TrainingState.IDLE
-        if scheme.keeps_sums and not scheme.round.last:
-            for each in group.fsdp_params:
-                each.sharded_param.grad = None
+
+    group.post_backward = post_backward
+
+
+def _forget(group: Any, scheme: Scheme) -> None:
+    """Gives up the memory that FSDP2 takes for the result of each round, where the scheme keeps the sums and gives none but in the last.
+
+    By itself FSDP2 keeps it, as large as the sums, until the next round begins.
+    """
+    if group is None or not scheme.keeps_sums:
+        return
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        original(*unused)
+        for each in () if scheme.round.last else group.fsdp_params:
+            each.sharded_param.grad = None
 
     group.post_backward = post_backward
 

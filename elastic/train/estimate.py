@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from elastic.data.loader import Batch
-from elastic.engine.kept import peak_bytes
 from elastic.engine.optim.base import rule_of
+from elastic.engine.peak import peak_bytes
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, explained

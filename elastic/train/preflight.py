@@ -19,10 +19,10 @@ from elastic.data.loader import Dataset
 from elastic.engine.axes.buckets import buckets_of, described
 from elastic.engine.batch_norm import tracking
 from elastic.engine.fp8 import MULTIPLE, layers_of
-from elastic.engine.kept import reader_of_fp8
 from elastic.engine.loss import expect_documents
 from elastic.engine.optim.trial import check_rule
 from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within
+from elastic.engine.peak import reader_of_fp8
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError
 from elastic.ids import Version

@@ -1,9 +1,8 @@
-"""Counts the bytes that a microbatch leaves on the device for its backward pass, block by block, without computing anything.
+"""Counts the bytes that a step takes on the device beside the state, without computing anything.
 
-The forward pass runs on fake tensors, which have shapes and a device but no memory.  So every setting of ``recompute`` can be tried before
-a world forms, in a fraction of a second, however large the model is.  Blocks are wrapped as in a run (:func:`parallelize`), and a mode of
-torch sees each tensor that an operation makes.  What still lives at the end is what the backward pass needs.  Hooks for saved tensors would
-not do: of a selective checkpoint they see only the inputs.
+Forward and backward run on fake tensors, which have shapes and a device but no memory.  So every setting of ``recompute`` can be tried
+before a world forms, in seconds, however large the model is.  Blocks are wrapped as in a run (:func:`parallelize`), and a mode of torch
+sees each tensor that an operation makes, and whether it still lives.
 
 Compiled blocks are traced and split into forward and backward as for kernels, but no kernels are made.
 """
@@ -14,8 +13,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,59 +38,6 @@ TRACED = "aot_eager_decomp_partition"
 """The backend of torch's compiler that splits a block as for kernels, and runs its operations one by one."""
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Bytes that live on the device at the end of a microbatch's forward pass: made in each block, in forward order, and elsewhere.
-
-    What a block returns was made in it, also if only the next block keeps it.  In the backward pass a block that is computed again needs,
-    for a while, what it keeps without recomputation.
-    """
-
-    blocks: tuple[int, ...]
-    rest: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.blocks) + self.rest
-
-
-def kept_bytes(
-    build: Callable[[], nn.Module],
-    job: Job,
-    loss: Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor]],
-    batch: Mapping[str, Tensor],
-    device: torch.device,
-) -> Kept:
-    """Returns what a microbatch like ``batch`` leaves for its backward pass under ``job.recompute``.
-
-    ``build()`` returns a new model of the job on the meta device; only shapes and dtypes of ``batch`` matter.  To compare settings, call it
-    with ``job.replace(recompute=...)``.  The result does not depend on the layout, and is before ``activations`` moves or compresses.
-    Weights, gradients and moments are not in it, nor are seeds and states of random generators.
-
-    Call it while no world is there, best before the first one: it ends with an empty compiler, and fake tensors stay in whatever cache the
-    model's code keeps for the whole process.  Raises what the model or the loss raises, and torch's DataDependentOutputException if they
-    ask for values of tensors.
-    """
-    job = job.replace(activations="keep", offload="none")
-    model = build()  # not of fake tensors: torch cannot change the format of a module's fake parameters in place, as half() does
-    with _imagined(device) as world, FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        model, *_ = parallelize(model, world, job, backend=TRACED)
-        model.train()
-        watch = _Watch()
-        blocks = sharding_table(model).blocks
-        for number, name in enumerate(blocks):
-            block = model.get_submodule(name)
-            block.register_forward_pre_hook(torch.compiler.disable(partial(watch.enter, number)), prepend=True)
-            block.register_forward_hook(torch.compiler.disable(watch.leave))
-        moved = {name: fake.from_tensor(value).to(device) for name, value in batch.items()}
-        with watch:
-            result = loss(model, moved)
-        gc.collect()  # the compiler leaves cycles with tensors
-        living = watch.living()
-        del result
-    return Kept(tuple(living.get(number, 0) for number in range(len(blocks))), living.get(None, 0))
-
-
 def peak_bytes(
     build: Callable[[], nn.Module],
     job: Job,
@@ -110,11 +54,16 @@ def peak_bytes(
     computes, their flat copy, and the sums of all gradients, which stay from one round to the next.  The state, and copies of weights,
     are there before and are not in it.  Nor is the memory of the host to which ``activations = "offload"`` moves what blocks keep.
 
-    The arguments, and what it raises, are those of :func:`kept_bytes`.
+    ``build()`` returns a new model of the job on the meta device; only shapes and dtypes of ``batch``, a microbatch, matter.  To compare
+    settings, call it with ``job.replace(recompute=...)``.
+
+    Call it while no world is there, best before the first one: it ends with an empty compiler, and fake tensors stay in whatever cache the
+    model's code keeps for the whole process.  Raises what the model or the loss raises, and torch's DataDependentOutputException if they
+    ask for values of tensors.
     """
-    job, rounds = _as_few_rounds(job)
+    (job, rounds), model = _as_few_rounds(job), build()
     with _imagined(device, shards) as world, _fake(gpu=job.workers.gpus > 0) as fake:
-        model, parameters, scheme, _ = parallelize(build(), world, job, backend=TRACED)
+        model, parameters, scheme, _ = parallelize(model, world, job, backend=TRACED)
         model.train()
         watch = _Peak()
         host_memory(pinned=False).making = watch.elsewhere
@@ -153,7 +102,7 @@ def reader_of_fp8(
 ) -> tuple[str, str] | None:
     """Returns a weight that is held in fp8 and that the model reads by itself, and the function that it calls; None if there is none.
 
-    There it would get NaN (``fp8_weights.py``).  The arguments are those of :func:`kept_bytes`, and it raises the same.
+    There it would get NaN (``fp8_weights.py``).  The arguments are those of :func:`peak_bytes`, and it raises the same.
     """
     job = job.replace(activations="keep", offload="none", recompute="none", compile=False)
     model = build()
@@ -210,44 +159,6 @@ def _fake(*, gpu: bool) -> FakeTensorMode:
     return found
 
 
-class _Watch(TorchDispatchMode):
-    """Knows the memory that operations made, and the block in which they did."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._block: int | None = None
-        self._made: dict[StorageWeakRef, tuple[int | None, int]] = {}
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Says that blocks may be compiled in this mode; in others torch refuses it."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {StorageWeakRef(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        for each in tree_leaves(out[1:] if func is WITH_STATE else out):
-            if isinstance(each, Tensor) and (memory := StorageWeakRef(each.untyped_storage())) not in given:
-                self._made.setdefault(memory, (self._block, each.untyped_storage().nbytes()))
-        return out
-
-    def enter(self, number: int, *_: Any) -> None:
-        self._block = number
-
-    def leave(self, *_: Any) -> None:
-        self._block = None
-
-    def living(self) -> dict[int | None, int]:
-        """Returns the bytes of the memory that still lives, by block; None stands for the rest of the model and the loss."""
-        found: dict[int | None, int] = {}
-        for memory, (block, size) in self._made.items():
-            if not memory.expired():
-                found[block] = found.get(block, 0) + size
-        return found
-
-
 class _Peak(TorchDispatchMode):
     """Knows how many bytes of what operations made live at once.
 
@@ -268,14 +179,15 @@ class _Peak(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Says that blocks may be compiled in this mode, as :meth:`_Watch.is_infra_mode` does."""
+        """Says that blocks may be compiled in this mode; in others torch refuses it."""
         return True
 
     def __enter__(self) -> Any:
         resize = self._resize = torch.UntypedStorage.resize_
 
         def watched(storage: Any, size: int) -> Any:
-            self._set(storage, size, new=False)
+            if storage._cdata in self._living:
+                self._set(storage, size)
             return resize(storage, size)
 
         torch.UntypedStorage.resize_ = watched  # type: ignore[assignment, method-assign]
@@ -292,12 +204,10 @@ class _Peak(TorchDispatchMode):
         given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         for each in tree_leaves(out[1:] if func is WITH_STATE else out):
             if isinstance(each, Tensor) and (memory := each.untyped_storage())._cdata not in given:
-                self._set(memory, memory.nbytes(), new=memory._cdata not in self._living)
+                self._set(memory, memory.nbytes())
         return out
 
-    def _set(self, memory: torch.UntypedStorage, size: int, *, new: bool) -> None:
-        if not new and memory._cdata not in self._living:
-            return
+    def _set(self, memory: torch.UntypedStorage, size: int) -> None:
         known, before = self._living.get(memory._cdata, (None, 0))
         self._living[memory._cdata] = known or StorageWeakRef(memory), size
         self._now += size - before

@@ -31,8 +31,7 @@ from elastic.models.spec import ShardingTable
 def apply_groups(model: nn.Module, table: ShardingTable) -> None:
     """Lets groups of √L blocks keep one input, where one block's result is the next one's input.  The blocks have a policy already."""
     chain = _Chain(math.ceil(math.sqrt(len(table.blocks))))
-    for name in table.blocks:
-        block = model.get_submodule(name)
+    for block in dict.fromkeys(model.get_submodule(name) for name in table.blocks):  # a block may have several names
         block.forward = partial(chain.run, block, block.forward)
 
 

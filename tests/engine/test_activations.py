@@ -121,6 +121,23 @@ def test_a_block_with_several_names_is_offloaded_whenever_it_runs(recompute: str
     assert not same(grads("int8"), grads("keep"))
 
 
+class Chained(Repeated):
+    """Each block gets what the one before it returns, so with ``recompute = "sqrt"`` they are in groups."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("recompute", ["block", "sqrt", "attention", "selective", 0.5])
+def test_a_block_with_several_names_is_computed_again_whenever_it_ran(recompute: str | float) -> None:
+    """A group of ``sqrt`` had it once for each name, and the gradients were those of another function."""
+    assert same(trained(wrapped(recompute, kind=Chained)), trained(wrapped("none", kind=Chained)))
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("kept", ["int8", "fp8"])

@@ -105,7 +105,7 @@ def _again(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any
     From what has changed it would compute something else then.  Of keyword arguments torch does not notice; in compiled code it does.
     """
     compiling = torch.compiler.is_compiling()
-    given = [] if compiling else [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    given = [] if compiling else [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and not each.is_inference()]
     before = [each._version for each in given]
     out = checkpoint(type(block).forward, block, *args, use_reentrant=False, **how, **kwargs)
     if before != [each._version for each in given]:

@@ -272,6 +272,14 @@ def test_attention_alone_is_computed_again() -> None:
     assert measured("block")[0] < less <= kept - 4 * 2 * 4 * SEQ * SEQ * 4, "at least one square for each head"
 
 
+@pytest.mark.fast
+def test_a_pass_in_inference_mode_is_possible() -> None:
+    model = wrapped("block").eval()
+    with torch.inference_mode():
+        found = model(torch.zeros(1, 4, dtype=torch.long))
+    assert torch.equal(found, model(torch.zeros(1, 4, dtype=torch.long)))
+
+
 class Choosing(nn.Module):
     """A block that lets torch attend by one kernel only."""
 

@@ -105,15 +105,15 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
     else:
         by_policy = by_policy or {"none": least_shard(foreseen(job, tensors), memory, most_shards(job))}
         policy = first_roomy([*by_policy], by_policy.__getitem__, job.workers.min, most_shards(job))
+        named = job.recompute if isinstance(job.recompute, float) else policy
         if not (least := by_policy[policy]):
             way_out = fitting_policy(job, tensors) if tried else ""
-            own = f" with recompute = {policy!r}" if way_out else ""
+            own = f" with recompute = {named!r}" if way_out else ""
             least_transient = min((each.transient for each in tried), default=Transient(0, 0))
             one, way_out = job.workers.max == 1, way_out or fitting_changes(job, least_transient)
             few = f"{_workers(job.workers.max)} with {gigabytes(memory)}{'' if one else ' each'} {'is' if one else 'are'} too few"
             yield "; ".join(filter(None, [f"it does not fit{own}: {few}", way_out]))
             return
-        named = job.recompute if isinstance(job.recompute, float) else policy
         yield f"recompute = {named!r}: {least} or more workers with {gigabytes(memory)} each can train"
     layouts = job.layouts(least)
     shards = layouts[-1].dp_shard

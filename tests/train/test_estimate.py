@@ -20,7 +20,7 @@ from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
 from elastic.plan.memory import NOTHING, USABLE, least_shard
-from elastic.train.estimate import by_recompute, by_stage, classes, foreseen, gigabytes, tensors_of_job, transients, unnamed_policy
+from elastic.train.estimate import by_recompute, by_stage, classes, foreseen, gigabytes, of_job, tensors_of_job, transients, unnamed_policy
 from elastic.train.machine.device import gathers_of, need_of
 from elastic.train.preflight import preflight
 from elastic.train.session import opened
@@ -215,6 +215,15 @@ def test_stage_3_needs_more_workers_for_what_it_gathers(tmp_path: Path, capsys: 
     assert "blocks are gathered one after the other" in said(capsys, str(tmp_path / "job.toml"), "--workers.device-gb", "1")
     part = said(capsys, str(tmp_path / "job.toml"), "--workers.device-gb", "1", "--recompute", "0.5")
     assert "recompute = 0.5: " in part, "as it is written in a job"
+
+
+def test_a_number_that_does_not_fit_is_told_as_a_job_writes_it(tmp_path: Path) -> None:
+    job = toy_job(tmp_path, model_args=DEEP, microbatch=16, recompute=0.2, workers={"max": 2})
+    tensors = tensors_of_job(job)
+    part, block = (foreseen(job, tensors).with_transient(each).of_a_member(2) for each in transients(job, [0.2, "block"]).values())
+    limited = job.replace(workers={"max": 2, "device_gb": (part + block) / 2e9})
+    line = [*of_job(limited, tensors, by_recompute(limited, tensors))][-1]
+    assert re.match(r"it does not fit with recompute = 0\.2: 2 workers .*; with recompute = 'block' it fits", line)
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch

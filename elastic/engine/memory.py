@@ -132,8 +132,8 @@ class _AttentionAgain(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         how: dict[str, Any] = {}
         if not torch.compiler.is_compiling():  # compiled code has chosen its kernel
-            allowed = _cur_sdpa_kernel_backends()
-            how["context_fn"] = lambda: (nullcontext(), sdpa_kernel(allowed))
+            allowed = _cur_sdpa_kernel_backends(with_priority=True)
+            how["context_fn"] = lambda: (nullcontext(), sdpa_kernel(allowed, set_priority=True))
         return checkpoint(func, *args, use_reentrant=False, **how, **(kwargs or {}))
 
 

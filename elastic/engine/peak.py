@@ -61,7 +61,7 @@ def peak_bytes(
     model's code keeps for the whole process.  Raises what the model or the loss raises, and torch's DataDependentOutputException if they
     ask for values of tensors.
     """
-    (job, rounds), model = _as_few_rounds(job), build()
+    (job, rounds), model = in_few_rounds(job.replace(offload="none")), build()
     with _imagined(device, shards) as world, _fake(gpu=job.workers.gpus > 0) as fake:
         model, parameters, scheme, _ = parallelize(model, world, job, backend=TRACED)
         model.train()
@@ -82,15 +82,15 @@ def peak_bytes(
     return watch.most
 
 
-def _as_few_rounds(job: Job) -> tuple[Job, int]:
-    """Returns a job whose members hold as much after so many rounds as those of ``job`` ever do.
+def in_few_rounds(job: Job) -> tuple[Job, int]:
+    """Returns a job whose members hold, after so many rounds, as much as those of ``job`` do if one has all microbatches of a step.
 
     From the second round on a member holds the sum of its gradients during the forward pass.  In blocks of several microbatches it
     holds that of the blocks before, too, from the second microbatch of the second block on.
     """
     block = job.reduction.block if job.reproducible else 1
     most = job.microbatches if job.global_batch != "all" else block + 2
-    job = job.replace(offload="none", reduction=job.reduction.model_copy(update={"block": min(block, 2)}))
+    job = job.replace(reduction=job.reduction.model_copy(update={"block": min(block, 2)}))
     return job, 4 if block > 1 and most > block + 1 else min(most, 2)
 
 
@@ -220,5 +220,7 @@ class _Peak(TorchDispatchMode):
     def elsewhere(self) -> Iterator[None]:
         """Leaves out the memory that is made meanwhile, which is not on the device."""
         self._counts = False
-        yield
-        self._counts = True
+        try:
+            yield
+        finally:
+            self._counts = True

@@ -4,8 +4,8 @@ Per parameter, a member of a world with S shards holds 1/S of the weights, of th
 with deferred sums, all of that sum.  It also holds the copy of the weights with which it computes: with one shard if that has another
 dtype, and with more unless they are gathered block by block (stage 3 of ZeRO).  Where these copies live on the host, only those of two
 blocks, and of what is in no block, count.  What comes and goes in a step, such as activations, does not depend on the number of shards, if
-there are several; a worker measures it before it joins, and an estimate adds what stage 3 gathers.  While a world forms, a member holds its
-old part beside the new one, and no gradients; the old part is not larger than that at the smallest degree.
+there are several; an estimate has it from a step on tensors without memory, and a worker measures it before it joins.  While a world
+forms, a member holds its old part beside the new one, and no gradients; the old part is not larger than that at the smallest degree.
 """
 
 from __future__ import annotations

@@ -109,8 +109,9 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
         if not (least := by_policy[policy]):
             way_out = fitting_policy(job, tensors) if tried else ""
             own = f" with recompute = {named!r}" if way_out else ""
-            least_transient = min((each.transient for each in tried), default=Transient(0, 0))
-            one, way_out = job.workers.max == 1, way_out or fitting_changes(job, least_transient)
+            by_size: dict[int, Policy] = {each.transient.shared: each.policy for each in tried}
+            smallest = job.recompute if isinstance(job.recompute, float) else by_size[min(by_size)] if by_size else None
+            one, way_out = job.workers.max == 1, way_out or fitting_changes(job, smallest)
             few = f"{_workers(job.workers.max)} with {gigabytes(memory)}{'' if one else ' each'} {'is' if one else 'are'} too few"
             yield "; ".join(filter(None, [f"it does not fit{own}: {few}", way_out]))
             return
@@ -174,22 +175,26 @@ def fitting_policy(job: Job, tensors: Sequence[Tensor]) -> str:
     return f"with recompute = {policy!r} it fits from {_workers(by_policy[policy])} on{why}"
 
 
-def fitting_changes(job: Job, transient: Transient) -> str:
+def fitting_changes(job: Job, policy: Policy | None) -> str:
     """Returns words that name other settings, each with which alone a job fits that does not fit with its own; "" if there are none.
 
-    ``transient`` is what comes and goes with a microbatch.
+    ``policy`` is the setting of ``recompute`` that needs least; None if what a step takes is not known.  Raises as :func:`by_recompute`.
     """
     memory, found = memory_of(job, torch.device("cpu")), list[str]()
+
+    def takes(other: Job) -> Transient:
+        return transients(other, [policy])[policy] if policy is not None else Transient(0, 0)
+
     for changes in CHANGES:
         with suppress(JobError):  # settings of the job that do not go with these
             other = job.replace(**_onto(job, changes))
-            if least := _least(other, transient, memory):
+            if least := _least(other, takes(other), memory):
                 found.append(f"with {' and '.join(f'{name} = {value!r}' for name, value in changes.items())} from {_workers(least)} on")
-    for factor in FACTORS:
-        with suppress(JobError):
-            if least := _least(job.replace(**_onto(job, {"workers.max": factor * job.workers.max})), transient, memory):
-                found.append(f"with workers.max = {least} or more")
-                break
+    with suppress(JobError):
+        larger = [job.replace(**_onto(job, {"workers.max": factor * job.workers.max})) for factor in FACTORS]
+        transient = takes(larger[0])  # of two that share the state, so that of all others too
+        if least := next(filter(None, (_least(other, transient, memory) for other in larger)), 0):
+            found.append(f"with workers.max = {least} or more")
     return f"it fits {', or '.join(found)}" if found else ""
 
 

@@ -76,7 +76,7 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
                 f"say by torch.view_as_real, or compute it in forward"
             )
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ModelError(f"{name!r} of {job.model!r} has sparse = True, and sparse gradients cannot be summed; leave sparse out")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:

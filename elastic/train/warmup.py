@@ -1,6 +1,6 @@
 """Pays the cost of a process's first step before it joins: opens libraries, loads kernels, compiles blocks.
 
-So a world that a newcomer or a spare joins waits for groups and slices only, whatever its layout.  The microbatch is computed over zeros,
+So a world that a newcomer or a spare joins waits for groups and slices only, whatever its layout.  Microbatches are computed over zeros,
 in a world without other members: compiling and loading depend on shapes alone, and no collective can hang.
 """
 
@@ -15,6 +15,7 @@ from contextlib import suppress
 import torch
 
 from elastic.engine.norm import squared_norm
+from elastic.engine.peak import in_few_rounds
 from elastic.engine.world import World
 from elastic.errors import BufferChanged, JobError, LossError
 from elastic.ids import Version
@@ -96,7 +97,7 @@ def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.
 
 
 def _computed_in(layout: Layout, session: Session, device: torch.device, zero: int | None = None) -> int:
-    """Computes one microbatch as a member of an imagined world, in that stage of ZeRO.  Returns as :func:`warm_up`."""
+    """Computes as a member of an imagined world, in that stage of ZeRO.  Returns as :func:`warm_up`."""
     world = World.imagined(layout, device)
     try:
         return _compute(session, world, zero)
@@ -129,7 +130,7 @@ def _compiled() -> str:
 
 
 def _compute(session: Session, world: World, zero: int | None) -> int:
-    """Computes one microbatch, forward and backward, the norm of its gradients, and what the optimizer prepares.
+    """Computes a microbatch as often as it takes to hold all sums, forward and backward, the norm, and what the optimizer prepares.
 
     Returns as :func:`warm_up`.
     """
@@ -140,7 +141,8 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     home = None
     if session.snapshots is not None and session.job.offloads:
         home = session.snapshots.home(Copy(Version(0, 0), cell_of(world.layout, world.rank)), (), adopt=False)
-    state = State(session.job.in_stage(zero), session.builder, session.rule, world, Version(0, 0), home)
+    job, rounds = in_few_rounds(session.job.in_stage(zero))
+    state = State(job, session.builder, session.rule, world, Version(0, 0), home)
     with torch.no_grad():
         for (kind, _), value in state.shard.values.items():
             value.fill_(0.5 if kind in BUFFERS and value.is_floating_point() else 0)  # averages of zeros would not change
@@ -151,12 +153,14 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     state.model.train()
     flags = any(not each.is_floating_point() and not name.endswith(COUNTED) for name, each in state.model.named_buffers())
     marks, values = ({}, {}) if flags else (state.buffer_marks(), state.buffer_values())
-    state.sync.begin_step(1)
-    state.parameters.begin_round(0, last=True)
-    loss, _ = loss_of(session, state.model, {name: value.to(world.device) for name, value in batch.items()})
-    state.parameters.end_forward()
-    loss.backward()
-    state.parameters.end_round()
+    state.sync.begin_step(rounds * world.size)
+    for number in range(rounds):
+        state.parameters.begin_round(number, last=number + 1 == rounds)
+        loss, _ = loss_of(session, state.model, {name: value.to(world.device) for name, value in batch.items()})
+        state.parameters.end_forward()
+        loss.backward()
+        del loss
+        state.parameters.end_round()
     if not flags:  # a model may do otherwise with flags as they really are, and the first microbatch tells
         refuse_changes(marks, state, values)
     grads = state.parameters.grads()

@@ -107,7 +107,7 @@ def _visiting(sizes: Mapping[str, int], whole: int) -> int:
 
 def transient_of(need: Need, took: int, shards: int) -> int:
     """Returns the bytes that come and go in a step, if a member took ``took`` bytes when it warmed up in a world of ``shards`` shards."""
-    return max(0, took - replace(need, deferred=False).held(shards))  # its only round was the last, so no sum was deferred
+    return max(0, took - need.held(shards))
 
 
 def most_shards(job: Job) -> int:

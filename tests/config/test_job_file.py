@@ -139,6 +139,22 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         ("epochs = 1", [], "job.toml: unknown setting 'epochs'; did you mean 'steps'?"),
         ("num_workers = 1", [], "job.toml: unknown setting 'num_workers'; did you mean 'workers.max'?"),
         (
+            "gradient_accumulation_steps = 1",
+            [],
+            "job.toml: unknown setting 'gradient_accumulation_steps'; did you mean 'global_batch' or 'microbatch'?",
+        ),
+        (
+            "",
+            ["--gradient-accumulation", "4"],
+            "command line: unknown setting '--gradient-accumulation'; did you mean '--global-batch' or '--microbatch'?",
+        ),
+        ("per_device_train_batch_size = 1", [], "job.toml: unknown setting 'per_device_train_batch_size'; did you mean 'microbatch'?"),
+        ("micro_batch_size = 1", [], "job.toml: unknown setting 'micro_batch_size'; did you mean 'microbatch'?"),
+        ("local_batch_size = 1", [], "job.toml: unknown setting 'local_batch_size'; did you mean 'microbatch'?"),
+        ("max_steps = 1", [], "job.toml: unknown setting 'max_steps'; did you mean 'steps'?"),
+        ("num_train_epochs = 1", [], "job.toml: unknown setting 'num_train_epochs'; did you mean 'steps'?"),
+        ("max_grad_norm = 1", [], "job.toml: unknown setting 'max_grad_norm'; did you mean 'optim.clip_norm'?"),
+        (
             "[optim]\nnesterov = 1",
             [],
             "job.toml: unknown setting 'optim.nesterov'; [optim] has kind, args, lr, betas, momentum, eps, weight_decay, decay, moments, "

@@ -52,6 +52,7 @@ from elastic.config.values import (
     Number,
     Positive,
     Refused,
+    Share,
     Whole,
     change_at,
     checkpoint_word,
@@ -135,7 +136,7 @@ class Job(Part):
     FlexAttention where ``reproducible`` asks for a fixed order and blocks are compiled.  ``flash-4``: the package flash-attn-4, which is
     faster, also in a fixed order; every node needs it, and GPUs of compute capability 9.0 or 10.0.  The bits are others with each.
     """
-    recompute: Branch[Literal["none", "block", "sqrt", "attention", "selective", "auto"] | Annotated[Number, Field(gt=0, lt=1)]] = "auto"
+    recompute: Branch[Literal["none", "block", "sqrt", "attention", "selective", "auto"] | Share] = "auto"
     """The part of each block that the backward pass computes again, so that it need not be kept: ``block`` is all but its input, a third
     more computing; ``sqrt`` keeps the inputs of only √L of L blocks, two thirds more; ``attention`` is attention alone;
     ``selective`` is all but matrix products and attention: norms, casts, rotary positions, activation functions, dropout.  A number between

@@ -45,6 +45,11 @@ ELSEWHERE = {
 """Names that other trainers have, or newcomers expect, with the settings that do the same.  A section stands here for one that has a value
 instead of settings."""
 
+VALUES_ELSEWHERE = {
+    ("recompute", "full"): "did you mean 'block'?",
+}
+"""Words that other trainers have for the value of a setting, and how to say what they mean."""
+
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Returns the values of the file, unchecked.  Raises :class:`JobError` if it cannot be read or is not TOML."""
@@ -124,6 +129,8 @@ def _meant(setting: str, problem: Any, model: Model) -> str:
         return ""
     if _fits(value, _type_at(model, setting), model.model_config):
         return f"; write {value} without quotes"
+    if (setting, value.lower()) in VALUES_ELSEWHERE:
+        return f"; {VALUES_ELSEWHERE[setting, value.lower()]}"
     return did_you_mean(value, words_of(annotation_of(model, setting.partition("[")[0])))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, WrapValidator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
 
 from elastic.errors import CodeError
@@ -130,6 +130,13 @@ def _number(value: object) -> object:
     if isinstance(value, bool | str):
         raise ValueError("must be a finite number")
     return value
+
+
+def _share(value: object, check: Callable[[object], float]) -> float:
+    try:
+        return check(value)
+    except ValidationError:
+        raise ValueError("must be a number more than 0 and less than 1") from None
 
 
 def checkpoint_word(text: str) -> str:
@@ -269,5 +276,7 @@ Flag = Annotated[bool, Field(strict=True)]
 Positive = Annotated[Whole, Field(ge=1)]
 Seconds = Annotated[Number, Field(gt=0)]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
+Share = Annotated[Number, Field(gt=0, lt=1), WrapValidator(_share)]
+"""A setting that takes words beside it says its whole range: of two limits pydantic names only the one that a value breaks."""
 Code = Annotated[str, WrapValidator(_code)]
 CodeOrName = Annotated[str, WrapValidator(_code_or_name)]

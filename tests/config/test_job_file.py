@@ -169,17 +169,32 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
         (
             "recompute = 1.0",
             [],
-            "job.toml: recompute = 1.0 must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', or less than 1",
+            "job.toml: recompute = 1.0 must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', "
+            "or a number more than 0 and less than 1",
         ),
         (
             "",
             ["--recompute", "0"],
-            "command line: recompute = 0 must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', or more than 0",
+            "command line: recompute = 0 must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', "
+            "or a number more than 0 and less than 1",
         ),
         (
             "recompute = 'half'",
             [],
-            "job.toml: recompute = 'half' must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', or a finite number",
+            "job.toml: recompute = 'half' must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', "
+            "or a number more than 0 and less than 1",
+        ),
+        (
+            "recompute = 'full'",
+            [],
+            "job.toml: recompute = 'full' must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', "
+            "or a number more than 0 and less than 1; did you mean 'block'?",
+        ),
+        (
+            "recompute = '0.5'",
+            [],
+            "job.toml: recompute = '0.5' must be 'none', 'block', 'sqrt', 'attention', 'selective' or 'auto', "
+            "or a number more than 0 and less than 1; write 0.5 without quotes",
         ),
         (
             "[optim]\nmomentum = 0.5",

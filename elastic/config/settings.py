@@ -47,6 +47,7 @@ instead of settings."""
 
 VALUES_ELSEWHERE = {
     ("recompute", "full"): "did you mean 'block'?",
+    ("optim.kind", "adam"): "Adam is optim.kind = 'adamw' with optim.decay = 'l2'",
 }
 """Words that other trainers have for the value of a setting, and how to say what they mean."""
 

@@ -197,6 +197,18 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "or a number more than 0 and less than 1; write 0.5 without quotes",
         ),
         (
+            "[optim]\nkind = 'Adam'",
+            [],
+            "job.toml: optim.kind = 'Adam' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or name code as 'package.module:name'; "
+            "Adam is optim.kind = 'adamw' with optim.decay = 'l2'",
+        ),
+        (
+            "[optim]\nkind = 'adam2'",
+            [],
+            "job.toml: optim.kind = 'adam2' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or name code as 'package.module:name'; "
+            "did you mean 'adamw'?",
+        ),
+        (
             "[optim]\nmomentum = 0.5",
             [],
             "job.toml: optim.momentum = 0.5 is a setting of sgd, muon, and optim.kind = 'adamw'; leave it out",

@@ -92,7 +92,7 @@ def test_short_deadlines_that_can_be_kept() -> None:
     ("settings", "said"),
     [
         ({"spikes": {"action": "quarantne"}}, "spikes.action = 'quarantne' must be 'none', .* or 'forget'; did you mean 'quarantine'\\?"),
-        ({"optim": {"kind": "Adam"}}, "optim.kind = 'Adam' must be 'adamw', .*'package.module:name'; did you mean 'adamw'\\?"),
+        ({"optim": {"kind": "Adam"}}, "optim.kind = 'Adam' must be 'adamw', .*; Adam is optim.kind = 'adamw' with optim.decay = 'l2'"),
         ({"attention": "flash4"}, "attention = 'flash4' must be 'auto' or 'flash-4'; did you mean 'flash-4'\\?"),
         ({"parallel": {"zero": "atuo"}}, "parallel.zero = 'atuo' must be 0, 1, 2 or 3, or 'auto'; did you mean 'auto'\\?"),
         ({"recompute": "blokc"}, "recompute = 'blokc' must be .*; did you mean 'block'\\?"),

@@ -7,8 +7,9 @@
 NAME is one of ``plain``, ``plain-deterministic`` (FlexAttention), ``torchtitan`` (0.2.2; only where it is named), ``free``,
 ``reproducible``, ``again`` (reproducible once more, to compare the bits of every loss and norm), ``free-zero-3``, ``free-zero-2`` and
 ``zero-2``, ``free-fp8`` (also ``free-fp8-zero-2`` and ``free-fp8-zero-3``) and ``fp8``, ``free-fp8-rowwise`` and ``fp8-rowwise``, and
-``bare`` (free, without copies).  Prints a line of JSON for each and a table at the end; exits with 1 if bits differ.  MFU is of the GPU's
-peak in bf16, and counts operations as Chowdhery et al. (2022) do, and with the causal half as Megatron does.
+``bare`` (free, without copies).  Prints a line of JSON for each and a table at the end; exits with 1 if bits differ, or could not be
+compared because a run failed.  MFU is of the GPU's peak in bf16, and counts operations as Chowdhery et al. (2022) do, and with the causal
+half as Megatron does.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ OURS: dict[str, dict[str, Any]] = {
     "free-offload-weights": {"reproducible": False, "offload": "weights", "parallel": {"zero": 2}},
     "bare": {"reproducible": False, "copies": {"copy_every": 0, "buddy_every": 0}},
 }
+COMPARED = ("reproducible", "again")
+"""The rows whose bits must be the same."""
 Row = dict[str, Any]
 
 
@@ -166,8 +169,19 @@ def table(rows: dict[str, Row], options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+def compared(rows: dict[str, Row]) -> tuple[int, str]:
+    """Returns what to exit with, and what to say of the bits of the reproducible runs; nothing if no row is one."""
+    there = [name for name in COMPARED if name in rows]
+    if failed := [name for name in there if "bits" not in rows[name]]:
+        return 1, f"bits are not compared: {' and '.join(failed)} failed"
+    if len(there) < len(COMPARED):
+        return 0, f"bits are not compared: name both {' and '.join(COMPARED)}" if there else ""
+    differ = rows[there[0]]["bits"] != rows[there[1]]["bits"]
+    return int(differ), f"the bits of {' and '.join(there)} {'differ' if differ else 'are equal'}"
+
+
 def main() -> int:
-    """Returns 1 if the bits of two reproducible runs differ, else 0."""
+    """Returns 1 if the bits of two reproducible runs differ, or could not be compared because one failed; else 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", default=[*PLAIN, *OURS])
     parser.add_argument("--size", choices=SIZES, default="1b")
@@ -193,7 +207,9 @@ def main() -> int:
     print(
         f"{card}, torch {torch.__version__}, {options.world} × {options.size}, sequence {options.seq}\n{table(rows, options)}", flush=True
     )
-    return int(len({str(rows[name].get("bits")) for name in ("reproducible", "again") if name in rows}) > 1)
+    code, said = compared(rows)
+    print(said, flush=True)
+    return code
 
 
 if __name__ == "__main__":

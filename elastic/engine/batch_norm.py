@@ -27,6 +27,9 @@ from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.plan.batch import Deal
 
+ONE_VALUE = "Expected more than 1 value per channel"
+"""Words of torch's error about a norm that gets one value for a mean and a variance."""
+
 
 class Seen:
     """The statistics of the newest microbatch in one norm, at least in float32, and how often its forward pass used the norm."""
@@ -74,6 +77,16 @@ def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _Bat
                 f"compile = true, recompute = {job.recompute!r}; set recompute = 'none' or compile = false"
             )
     return norms
+
+
+def about_one_value(error: Exception, job: Job) -> str:
+    """Returns what to do about the error of a norm that gets a single sample, because a microbatch has no more; "" for any other one."""
+    if ONE_VALUE not in str(error) or job.microbatch_size > 1:
+        return ""
+    return (
+        "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value here; set microbatch to 2 or "
+        "more, or take a norm that needs no other samples, such as LayerNorm or GroupNorm"
+    )
 
 
 def _forward(norm: Any, x: Tensor) -> Tensor:

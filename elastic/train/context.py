@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from elastic.engine.axes.gathers import before_calls
+from elastic.engine.batch_norm import about_one_value
 from elastic.errors import LoopError
 from elastic.job import Job
 from elastic.train.effects import Effects
@@ -95,8 +96,10 @@ class Context:
         broken = False
         try:
             self._goes_through(loop)
-        except Exception:
+        except Exception as error:
             broken = True
+            if said := about_one_value(error, self.job):
+                error.add_note(said)
             raise
         finally:
             self._effects.close(broken=broken)

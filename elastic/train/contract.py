@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from elastic.engine.batch_norm import about_one_value
 from elastic.errors import DataError, ElasticError, LossError, ModelError
 from elastic.imports import failure
 from elastic.protocol.commit_record import is_count
@@ -114,9 +115,9 @@ def _try_with_gradients(session: Session, state: State, batch: dict[str, Any]) -
         raise
     except Exception as error:  # the user's code may raise anything
         shapes = ", ".join(f"{name!r} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for name, value in batch.items())
+        mend = about_one_value(error, job) or "mend the model, the loss or the dataset"
         raise ModelError(
-            f"model = {job.model!r} with loss = {job.loss!r} failed with {failure(error)}; the microbatch had {shapes}: mend the model, "
-            f"the loss or the dataset"
+            f"model = {job.model!r} with loss = {job.loss!r} failed with {failure(error)}; the microbatch had {shapes}: {mend}"
         ) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from elastic.errors import ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from tests.engine.test_bits import plain_training
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
@@ -280,6 +282,29 @@ def test_a_norm_may_be_frozen(tmp_path: Path, precision: str) -> None:
 def test_statistics_that_would_be_wrong_are_refused_before_anything_begins(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=rf"^'layers.0.norm' of .* {says}"):
         preflight(job_of(tmp_path, **settings), local=True)
+
+
+class Pooled(BatchNormed):
+    """A model whose norm gets one value of each feature from a sample."""
+
+    def __init__(self, *, tracks: bool = True) -> None:
+        super().__init__()
+        self.pooled = nn.BatchNorm1d(self.head.out_features, track_running_stats=tracks)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return logits + self.pooled(logits.mean(1))[:, None]
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+def test_a_norm_that_gets_a_single_sample_is_told_of_its_microbatch(tmp_path: Path, tracks: bool) -> None:
+    """One that does not track fails where the loss is tried before the first step, too.  The control has two samples."""
+    job = job_of(tmp_path, model=f"{HERE}:Pooled", model_args={"tracks": tracks}, steps=2)
+    with pytest.raises(ValueError if tracks else ModelError, match="Expected more than 1 value per channel") as wrong:
+        run_local(job.replace(microbatch=1), lambda line: None)
+    told = "".join(traceback.format_exception_only(wrong.value))
+    assert "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value here; set" in told
+    assert run_local(job.replace(name="two"), lambda line: None)[0] == "Finished"
 
 
 @pytest.mark.full  # compiles

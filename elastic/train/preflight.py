@@ -101,7 +101,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     data.check(run, build.data)
     job = run.job
     by_the_rules_of(model, job)
-    notes = [*unread, *_of_its_structure(model)]
+    notes = [*unread, *_of_its_structure(model), *_without_blocks(job, model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")
@@ -441,3 +441,14 @@ def _wrapping(blocks: tuple[str, ...]) -> str:
         case (first, *_, last):
             what = f"wraps {first} … {last}, the children of the largest ModuleList, and all other parameters as one unit"
     return f"no sharding table: {what}; data parallel only"
+
+
+def _without_blocks(job: Job, model: nn.Module) -> list[str]:
+    """Returns a sentence about settings that act on blocks, if the model has none."""
+    asked = {"recompute": ("none", "auto"), "activations": ("keep",), "compile": (False,)}
+    idle = [f"{name} = {value!r}" for name, usual in asked.items() if (value := getattr(job, name)) not in usual]
+    idle += ["offload = 'weights' (but for what 'optimizer' does)"] if job.offload == "weights" else []
+    if not idle or sharding_table(model).blocks:
+        return []
+    have = "have" if len(idle) > 1 else "has"
+    return [f"the model has no blocks: {', '.join(idle)} {have} no effect; put its layers into a ModuleList, or name them in sharding()"]

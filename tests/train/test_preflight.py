@@ -305,3 +305,44 @@ def test_a_weight_in_fp8_is_read_by_its_layer_alone(tmp_path: Path, precision: s
         preflight(job(precision, calls=False), local=True)
     assert preflight(job(precision, calls=True), local=True)
     assert preflight(job("bf16", calls=False), local=True)
+
+
+class Holding(nn.Module):
+    """A model with its two layers in a container of this kind."""
+
+    def __init__(self, *, named: bool) -> None:
+        super().__init__()
+        self.embedding, layers = nn.Embedding(32, 32), [nn.Linear(32, 32), nn.Linear(32, 32)]
+        self.blocks = nn.ModuleDict({"a": layers[0], "b": layers[1]}) if named else nn.ModuleList(layers)
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"recompute": "block", "activations": "int8"}, "recompute = 'block', activations = 'int8' have"),
+        ({"recompute": 0.5}, "recompute = 0.5 has"),
+        ({"compile": True}, "compile = True has"),
+        ({"offload": "weights", "parallel": {"zero": 2}}, "offload = 'weights' (but for what 'optimizer' does) has"),
+        ({}, ""),
+    ],
+)
+def test_settings_that_act_on_blocks_are_idle_without_any(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    """The control is the same model with its layers in a ModuleList."""
+
+    def told(*, named: bool) -> list[str]:
+        job = toy_job(tmp_path, model=f"{__name__}:Holding", model_args={"named": named}, **settings)
+        return [note for note in preflight(job, local=True).notes if "no effect" in note]
+
+    wanted = f"the model has no blocks: {said} no effect; put its layers into a ModuleList, or name them in sharding()"
+    assert told(named=True) == ([wanted] if said else [])
+    assert told(named=False) == []

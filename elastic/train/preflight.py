@@ -101,7 +101,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     data.check(run, build.data)
     job = run.job
     by_the_rules_of(model, job)
-    notes = [*unread, *_of_its_structure(model), *_without_blocks(job, model)]
+    notes = [*unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")
@@ -452,3 +452,21 @@ def _without_blocks(job: Job, model: nn.Module) -> list[str]:
         return []
     have = "have" if len(idle) > 1 else "has"
     return [f"the model has no blocks: {', '.join(idle)} {have} no effect; put its layers into a ModuleList, or name them in sharding()"]
+
+
+def _not_in_fp8(job: Job, model: nn.Module) -> list[str]:
+    """Returns a sentence about weights of blocks that do not multiply in fp8, although the job asks for it, if there are some."""
+    if PRECISIONS[job.precision].fp8 is None:
+        return []
+    table = sharding_table(model)
+    inside, fp8 = tuple(f"{name}." for name in table.blocks), {id(layer.weight) for layer in layers_of(model, table)}
+    looked_up = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    weights = [(name, value) for name, value in model.named_parameters() if name.startswith(inside) and value.dim() > 1]
+    others = {name: value.numel() for name, value in weights if id(value) not in fp8 | looked_up}
+    if not others:
+        return []
+    there, largest = sum(value.numel() for _, value in weights if id(value) in fp8), max(others, key=others.__getitem__)
+    return [
+        f"precision = {job.precision!r}: {there:,} of {there + sum(others.values()):,} elements of weights in blocks multiply in fp8, "
+        f"those of torch.nn.Linear whose sizes are multiples of {MULTIPLE}; others, such as {largest!r}, do so in bf16"
+    ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -305,6 +306,40 @@ def test_a_weight_in_fp8_is_read_by_its_layer_alone(tmp_path: Path, precision: s
         preflight(job(precision, calls=False), local=True)
     assert preflight(job(precision, calls=True), local=True)
     assert preflight(job("bf16", calls=False), local=True)
+
+
+class Mixed(Pair):
+    """A block with experts in one tensor, a layer of an odd size, and a table, beside two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.router, self.places = nn.Parameter(torch.zeros(4, 32, 32)), nn.Linear(32, 4), nn.Embedding(9, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        return super().forward(x) + torch.einsum("bsi,eij,bse->bsj", x, self.experts, weights) + self.places(weights.argmax(-1))
+
+
+class Experts(Nosy):
+    """A model whose block is such a one."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=True)
+        self.blocks = nn.ModuleList([Mixed()])
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
+def test_weights_of_blocks_that_do_not_multiply_in_fp8_are_told(tmp_path: Path, precision: str) -> None:
+    """The controls: a model whose blocks have none, and one that computes in bf16."""
+
+    def told(precision: str, **model: Any) -> list[str]:
+        job = toy_job(tmp_path, **{"model": f"{__name__}:Experts", "model_args": {}, "precision": precision} | model)
+        return [note for note in preflight(job, local=True).notes if "in bf16" in note]
+
+    (said,) = told(precision)
+    assert said.startswith(f"precision = '{precision}': 2,048 of 6,272 elements of weights in blocks multiply in fp8, those of torch")
+    assert said.endswith("others, such as 'blocks.0.experts', do so in bf16")
+    assert told(precision, model=f"{__name__}:Nosy", model_args={"calls": True}) == told("bf16") == []
 
 
 class Holding(nn.Module):

@@ -13,9 +13,10 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,6 +28,7 @@ from elastic.engine.axes.split import Split
 from elastic.engine.fp8_weights import weights_of
 from elastic.engine.host_memory import host_memory
 from elastic.engine.parallelize import parallelize, sharding_table
+from elastic.engine.precision import precision_of
 from elastic.engine.world import World
 from elastic.job import Job
 from elastic.kernels.attention import causal_mask
@@ -94,36 +96,49 @@ def in_few_rounds(job: Job) -> tuple[Job, int]:
     return job, 4 if block > 1 and most > block + 1 else min(most, 2)
 
 
-def reader_of_fp8(
+class Calls(NamedTuple):
+    """The calls of torch functions in a forward pass."""
+
+    of_fp8: tuple[str, str] | None
+    """A weight that is held in fp8 and that the model reads by itself, and the function that it calls; None if there is none.
+
+    There it would get NaN (``fp8_weights.py``).
+    """
+    attention: bool
+    """One is torch's attention, as the setting ``recompute`` sees it: what torch's own modules call inside stays unseen."""
+
+
+def calls_of(
     build: Callable[[], nn.Module],
     job: Job,
     loss: Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor]],
     batch: Mapping[str, Tensor],
-) -> tuple[str, str] | None:
-    """Returns a weight that is held in fp8 and that the model reads by itself, and the function that it calls; None if there is none.
-
-    There it would get NaN (``fp8_weights.py``).  The arguments are those of :func:`peak_bytes`, and it raises the same.
-    """
+) -> Calls:
+    """Watches a forward pass.  The arguments are those of :func:`peak_bytes`, and it raises the same."""
     job = job.replace(activations="keep", offload="none", recompute="none", compile=False)
     model = build()
     with _imagined(torch.device("cpu")) as world, FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model, *_ = parallelize(model, world, job)
         held = {id(layer.weight): name for name, layer in weights_of(model, sharding_table(model)).items()}
-        with _Readers(held) as readers:
+        with _Calls(held if precision_of(job).fp8 is not None else {}) as calls:
             loss(model, {name: fake.from_tensor(value) for name, value in batch.items()})
-    return readers.found
+    return Calls(calls.found, calls.attention)
 
 
-class _Readers(TorchFunctionMode):
-    """Notes the first call of a torch function with one of the parameters ``held``, by id; those of a layer itself call none."""
+class _Calls(TorchFunctionMode):
+    """Notes the first call of a torch function with one of the parameters ``held``, by id, which those of a layer itself are not, and
+    whether one is attention.
+    """
 
     def __init__(self, held: Mapping[int, str]) -> None:
         super().__init__()
         self.held = held
         self.found: tuple[str, str] | None = None
+        self.attention = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ != "__get__" and self.found is None:  # an attribute, such as the dtype
+        self.attention |= func is F.scaled_dot_product_attention
+        if self.held and func.__name__ != "__get__" and self.found is None:  # an attribute, such as the dtype
             names = (self.held.get(id(each)) for each in tree_leaves((args, kwargs)))
             self.found = next(((name, func.__name__) for name in names if name is not None), None)
         return func(*args, **(kwargs or {}))

@@ -22,7 +22,7 @@ from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.loss import expect_documents
 from elastic.engine.optim.trial import check_rule
 from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within
-from elastic.engine.peak import reader_of_fp8
+from elastic.engine.peak import calls_of
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError
 from elastic.ids import Version
@@ -61,6 +61,13 @@ DIVIDING = ("adamw", "adagrad", "rmsprop", "muon")
 WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
 """Errors of a write that say that the folder is the wrong one.  Of others, such as a full disk, the job knows nothing."""
 
+UNTRACED = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
+"""Errors of models that cannot run with tensors that have no values."""
+NO_ATTENTION = (
+    "recompute = 'attention' has no effect: the model does not call torch's scaled_dot_product_attention by itself, and that alone is "
+    "computed again; set it to 'selective' or 'block', or leave it out"
+)
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -88,7 +95,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     with TemporaryDirectory() as folder:
         session = make_session(tried, Counters(Path(folder) / "counters", create=True), prefetch=0)
         build = build_of(session)
-        unread = [*_check_readers(tried, session), *_check_held_out(tried, session)]
+        unread = [*_check_calls(tried, session), *_check_held_out(tried, session)]
         session.close()
     check_rule(job, session.rule)
     _check_dataset(job, model, session)
@@ -244,22 +251,29 @@ def _shapes(batch: dict[str, tuple[list[int], torch.dtype]]) -> str:
     return ", ".join(f"{name!r} {shape} of {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in sorted(batch.items()))
 
 
-def _check_readers(job: Job, session: Session) -> list[str]:
-    """Raises :class:`ModelError` if the model reads a weight that is held in fp8.  Returns a sentence if that cannot be found out."""
-    if PRECISIONS[job.precision].fp8 is None or job.offloads:
+def _check_calls(job: Job, session: Session) -> list[str]:
+    """Raises :class:`ModelError` if the model reads a weight that is held in fp8.
+
+    Returns a sentence if that cannot be found out, and one if the model makes no call for which ``recompute = "attention"`` is there.
+    """
+    holds_fp8 = PRECISIONS[job.precision].fp8 is not None and not job.offloads
+    if not holds_fp8 and job.recompute != "attention":
         return []
     batch = session.loader.read(session.cursor.some_ids(job.microbatch_size))
     try:
-        found = reader_of_fp8(partial(build_model, job, session.builder), job, session.loss, batch)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:  # not every model can be traced
-        return [f"precision = {job.precision!r}: whether the model reads weights of linear layers by itself is not known: {failure(error)}"]
-    if found is None:
-        return []
-    name, function = found
-    raise ModelError(
-        f"precision = {job.precision!r}: {job.model!r} calls {function}() with the weight {name!r} itself, and that is held in fp8 by its "
-        f"layer alone; call the layer, or take 'bf16'"
-    )
+        calls = calls_of(partial(build_model, job, session.builder), job, session.loss, batch)
+    except UNTRACED as error:  # not every model can be traced
+        unknown = (
+            f"precision = {job.precision!r}: whether the model reads weights of linear layers by itself is not known: {failure(error)}"
+        )
+        return [unknown] if holds_fp8 else []
+    if holds_fp8 and calls.of_fp8 is not None:
+        name, function = calls.of_fp8
+        raise ModelError(
+            f"precision = {job.precision!r}: {job.model!r} calls {function}() with the weight {name!r} itself, and that is held in fp8 by "
+            f"its layer alone; call the layer, or take 'bf16'"
+        )
+    return [NO_ATTENTION] if job.recompute == "attention" and not calls.attention else []
 
 
 def _check_bucket(job: Job) -> None:

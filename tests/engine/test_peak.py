@@ -16,7 +16,7 @@ from torch.autograd.profiler import profile
 from elastic.engine.axes.base import Parameters
 from elastic.engine.loss import next_token
 from elastic.engine.parallelize import parallelize
-from elastic.engine.peak import peak_bytes, reader_of_fp8
+from elastic.engine.peak import calls_of, peak_bytes
 from elastic.engine.world import World
 from elastic.job import Job
 from elastic.kernels.attention import causal_mask
@@ -132,7 +132,7 @@ def test_a_model_that_chooses_its_format_itself() -> None:
     job, plain = job_of("none", dropout=0, model=f"{__name__}:halved"), job_of("none", dropout=0)
     assert found(job) < 0.7 * found(plain)
     fp8 = job.replace(precision="fp8")
-    assert reader_of_fp8(partial(build_model, fp8, builder_of(fp8)), fp8, next_token, batch_of()) is None
+    assert calls_of(partial(build_model, fp8, builder_of(fp8)), fp8, next_token, batch_of()).of_fp8 is None
 
 
 @pytest.mark.fast

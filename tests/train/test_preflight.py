@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from elastic.data.prepare import prepare
 from elastic.data.tokens import TokenDataset
+from elastic.engine.loss import next_token
+from elastic.engine.peak import peak_bytes
 from elastic.errors import DataError, JobError, ModelError
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
@@ -20,7 +23,8 @@ from elastic.report.story import StepLine
 from elastic.runs import data
 from elastic.runs.run import Run
 from elastic.train.local import run_local
-from elastic.train.preflight import preflight
+from elastic.train.model import build_model, builder_of
+from elastic.train.preflight import NO_ATTENTION, preflight
 from tests.data.texts import write_texts
 from tests.support.chaos import exported_hash
 from tests.support.toys import toy_job
@@ -306,6 +310,61 @@ def test_a_weight_in_fp8_is_read_by_its_layer_alone(tmp_path: Path, precision: s
         preflight(job(precision, calls=False), local=True)
     assert preflight(job(precision, calls=True), local=True)
     assert preflight(job("bf16", calls=False), local=True)
+
+
+class Attends(nn.Module):
+    """A block that attends with torch's function, with a product and a softmax of its own, or by torch's module."""
+
+    def __init__(self, *, by: str) -> None:
+        super().__init__()
+        self.by, self.qkv = by, nn.Linear(32, 96)
+        self.module = nn.MultiheadAttention(32, 2, batch_first=True) if by == "module" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.module is not None:
+            found: Tensor = self.module(q, k, v, need_weights=False)[0]
+            return x + found
+        return x + (F.scaled_dot_product_attention(q, k, v) if self.by == "function" else (q @ k.mT).softmax(-1) @ v)
+
+
+class Attending(Nosy):
+    """A model with such a block."""
+
+    def __init__(self, *, by: str) -> None:
+        super().__init__(calls=True)
+        self.blocks = nn.ModuleList([Attends(by=by)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.output(self.blocks[0](self.embedding(tokens)))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("settings", "by", "idle"),
+    [
+        ({"recompute": "attention"}, "itself", True),
+        ({"recompute": "attention"}, "module", True),
+        ({"recompute": "attention"}, "function", False),
+        ({"recompute": "attention", "precision": "fp8"}, "itself", True),
+        ({"recompute": "attention", "precision": "fp8"}, "function", False),
+        ({"recompute": "block"}, "itself", False),
+    ],
+)
+def test_recomputed_attention_is_idle_where_the_model_has_its_own(tmp_path: Path, settings: dict[str, Any], by: str, idle: bool) -> None:
+    job = toy_job(tmp_path, **{"model": f"{__name__}:Attending", "model_args": {"by": by}} | settings)
+    assert (NO_ATTENTION in preflight(job, local=True).notes) == idle
+
+
+@pytest.mark.parametrize("by", ["itself", "module", "function"])
+def test_what_is_idle_keeps_as_much_as_without_it(tmp_path: Path, by: str) -> None:
+    job = toy_job(tmp_path, model=f"{__name__}:Attending", model_args={"by": by})
+    batch = {"tokens": torch.zeros(2, 17, dtype=torch.int64)}
+    none, attention = (
+        peak_bytes(partial(build_model, job, builder_of(job)), job.replace(recompute=policy), next_token, batch, torch.device("cpu"))
+        for policy in ("none", "attention")
+    )
+    assert (none == attention) == (by != "function")
 
 
 class Mixed(Pair):

@@ -7,7 +7,6 @@ memory of the host to which activations go is not the device's.
 
 from __future__ import annotations
 
-import gc
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from elastic.engine.world import World
-from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.protocol.commit_record import GO_ON
+from elastic.train.counters import Counters
 from elastic.train.estimate import foreseen, tensors_of_job, transients
-from elastic.train.step import Step
+from elastic.train.session import make_session
+from elastic.train.warmup import warm_up
+from tests.support.peaks import Live, measured
 from tests.support.ranks import Ranks
-from tests.support.segments import member
 from tests.support.toys import Own, toy_job
 
 DEEP = {"vocab": 384, "dim": 96, "layers": 5, "heads": 3}
@@ -74,59 +70,6 @@ class Uneven(Own):
         self.layers[1] = nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 1024), nn.GELU(), nn.Linear(1024, 48))
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of the memory of real tensors that lives at once, that which FSDP2 gives a storage of before and takes away too."""
-
-    def __init__(self, before: list[Tensor]) -> None:
-        super().__init__()
-        self.sizes = {StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in before}
-        self.most = 0
-        self.resize: Any = None
-
-    def __enter__(self) -> Any:
-        resize = self.resize = torch.UntypedStorage.resize_
-
-        def resized(storage: Any, size: int) -> Any:
-            self.sizes[StorageWeakRef(storage)] = size
-            self.most = max(self.most, self.now())
-            return resize(storage, size)
-
-        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {StorageWeakRef(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor) and (memory := StorageWeakRef(each.untyped_storage())) not in given:  # not the host's, of before
-                self.sizes.setdefault(memory, each.untyped_storage().nbytes())
-        self.most = max(self.most, self.now())
-        return out
-
-    def now(self) -> int:
-        for memory in [memory for memory in self.sizes if memory.expired()]:
-            del self.sizes[memory]
-        return sum(self.sizes.values())
-
-
-def measured(world: World, job: Job) -> int:
-    """Returns the most bytes that live in the microbatches of the second step of a member."""
-    with member(world, job, Version(0, 0), prefetch=0) as me:
-        me.step()
-        with me.fence as rules:
-            rules.go(me.shape.generation)
-        gc.collect()
-        doing = Step(me.session, me.state, me.fence, me.shape, 2, lambda: GO_ON)
-        with Live([*me.state.shard.values.values(), *me.state.parameters.copies]) as live:
-            doing.run()
-        doing.commit()
-        return live.most
-
-
 def job_of(folder: Path, **changes: Any) -> Job:
     settings = {"model_args": DEEP, "data": {"dataset": f"{__name__}:Sequences"}, "microbatch": 3, "global_batch": 6, "recompute": "none"}
     return toy_job(folder, **{**settings, "workers": {"max": 1}, **changes})
@@ -162,3 +105,21 @@ def test_f8_so_is_that_of_a_member_that_shares_the_state(ranks: Ranks, tmp_path:
     print(f"F8 of two: measured {[peak / 1e6 for peak in peaks]} MB, foreseen {said / 1e6:.2f}")
     assert said == pytest.approx(max(peaks), rel=0.05)
     assert need.held(2) < 0.9 * max(peaks)
+
+
+def test_a_worker_warms_up_with_what_a_step_takes(tmp_path: Path) -> None:
+    """From the second microbatch on a step holds sums beside activations.  The control: a job with one microbatch a step."""
+    job = job_of(tmp_path, **BF16)
+    with closing(World.alone(torch.device("cpu"))) as world:
+        peak = measured(world, job)
+    assert warmed(job) >= 0.99 * peak
+    assert warmed(job.replace(global_batch=3)) < 0.95 * peak
+
+
+def warmed(job: Job) -> int:
+    """Returns the most bytes that live in a warm-up."""
+    session = make_session(job, Counters(Path(job.bucket) / f"counters-{job.global_batch}", create=True))
+    with Live([]) as live:
+        warm_up(session, tensors_of_job(job), torch.device("cpu"))
+    session.close()
+    return live.most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from actors.cli import main
 from actors.launch import launch
 from elastic.config.sections import Workers
-from elastic.engine.loss import next_token
+from elastic.engine.world import World
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.models.llama import build
+from elastic.plan.layout import Layout
 from elastic.plan.memory import USABLE
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run
@@ -25,7 +27,9 @@ from elastic.train.local import run_local
 from elastic.train.microbatch import chosen
 from tests.support.chaos import exported_hash
 from tests.support.job_file import to_toml
-from tests.support.toys import Sums, toy_job
+from tests.support.peaks import measured
+from tests.support.ranks import Ranks
+from tests.support.toys import toy_job
 
 MODEL = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2}
 BATCH = 48
@@ -36,42 +40,25 @@ def job_of(bucket: Path, **changes: Any) -> Job:
 
 
 @cache
-def saved(samples: int) -> int:
-    """The judge: the bytes that a real forward pass saves for its backward pass, by torch's own hooks."""
-    model, found = build(**MODEL), dict[int, int]()
-    model.init_weights()
+def needed(samples: int, ranks: Ranks | None = None, layers: int = 2) -> float:
+    """The judge: what lives at once in a real step of one member; with ``ranks`` of the one or two that need less.
 
-    def keep(value: torch.Tensor) -> torch.Tensor:
-        found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        next_token(model, Sums().read(tuple(range(samples))))
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    return sum(size for place, size in found.items() if place not in own)
-
-
-@cache
-def needed(samples: int, members: int) -> float:
-    """The judge: 16 bytes a parameter and what is saved; or an old part of 12 beside the new one, while several form a world.
-
-    Several gather the rest of the model and both blocks in float32.  They have the gradient of the head, and that of a block once as it is
-    computed, once as it is sent, and once as it comes.
+    Two also need memory for two parts of the state while they form a world.
     """
-    sizes = {name: parameter.numel() for name, parameter in build(**MODEL).named_parameters()}
-    count, block = sum(sizes.values()), sum(size for name, size in sizes.items() if name.startswith("layers.0."))
-    passing = 4 * (count + max(size for name, size in sizes.items() if not name.startswith("layers.")) + 3 * block)
-    shared = [
-        max(16 * count / shards + saved(samples) + (passing if shards > 1 else 0), 24 * count / shards if shards > 1 else 0)
-        for shards in range(1, members + 1)
-    ]
-    return min(shared)
+    args = {"model_args": {**MODEL, "layers": layers}, "microbatch": samples, "global_batch": 4 * samples, "workers": {"max": 2}}
+    job = toy_job("/nowhere", recompute="none", **args)
+    with closing(World.alone(torch.device("cpu"))) as world:
+        alone = measured(world, job)
+    if ranks is None:
+        return alone
+    state = 12 * sum(each.numel() for each in build(**MODEL).parameters())
+    return min(alone, max(*ranks.run(Layout(1, 2), measured, job), state))
 
 
-def judged(workers: int, members: int, usable: float, steps: tuple[int, ...]) -> int:
+def judged(workers: int, ranks: Ranks | None, usable: float, steps: tuple[int, ...]) -> int:
     """The judge tries every number of samples."""
     cut = [n for n in range(1, BATCH + 1) if not any(step % n for step in steps) and BATCH // n >= 4 * workers]
-    return max((n for n in cut if needed(n, members) <= usable), default=1)
+    return max((n for n in cut if needed(n, ranks) <= usable), default=1)
 
 
 RAMP = {"start": 24, "increment": 12, "samples": 300}
@@ -88,25 +75,26 @@ RAMP = {"start": 24, "increment": 12, "samples": 300}
     ],
 )
 def test_it_is_the_largest_that_fits(
-    tmp_path: Path, workers: dict[str, int], members: int, ramp: dict[str, int], between: tuple[int, int], expected: int
+    ranks: Ranks, tmp_path: Path, workers: dict[str, int], members: int, ramp: dict[str, int], between: tuple[int, int], expected: int
 ) -> None:
     """The memory is between what two sizes need.  The control: with any memory, the judge finds more, unless the workers are the bound."""
-    usable = sum(needed(samples, members) for samples in between) / 2
+    pool = ranks if members == 2 else None
+    usable = sum(needed(samples, pool) for samples in between) / 2
     steps = (BATCH, *range(RAMP["start"], BATCH, RAMP["increment"])) if ramp else (BATCH,)
     job, why = chosen(job_of(tmp_path, workers=workers, batch_ramp=ramp), int(usable / USABLE))
-    assert job.microbatch == judged(workers["max"], members, usable, steps) == expected, why
-    bounded = judged(workers["max"], members, math.inf, steps) == expected
+    assert job.microbatch == judged(workers["max"], pool, usable, steps) == expected, why
+    bounded = judged(workers["max"], pool, math.inf, steps) == expected
     assert bounded is (workers["max"] == 3 and members == 1)
     assert ("has fewer than 4 microbatches a step" in why) is bounded and ("a worker needs" in why) is not bounded
 
 
 def test_where_one_sample_is_too_large_recompute_makes_room(tmp_path: Path) -> None:
-    """A policy that the user names counts: with less to keep, two samples fit where otherwise one does."""
-    few: dict[str, Any] = {"global_batch": 24, "workers": {"max": 3}}
-    job, why = chosen(job_of(tmp_path, **few), int(0.95 * needed(1, 1) / USABLE))
+    """A policy that the user names counts: with less to keep, eight samples fit where otherwise four do."""
+    few: dict[str, Any] = {"global_batch": 32, "workers": {"max": 1}, "model_args": {**MODEL, "layers": 4}}
+    job, why = chosen(job_of(tmp_path, **few), int(0.95 * needed(1, layers=4) / USABLE))
     assert job.microbatch == 1 and job.recompute == "auto" and "even with that, recompute = 'none'" in why
-    memory = int(0.97 * needed(2, 1) / USABLE)
-    assert [chosen(job_of(tmp_path, recompute=policy, **few), memory)[0].microbatch for policy in ("none", "block")] == [1, 2]
+    memory = int(0.97 * needed(8, layers=4) / USABLE)
+    assert [chosen(job_of(tmp_path, recompute=policy, **few), memory)[0].microbatch for policy in ("none", "block")] == [4, 8]
 
 
 def test_a_device_that_is_too_small_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
@@ -154,7 +142,7 @@ def local_run(job: Job, stop: int = 0) -> list[str]:
 
 def test_a_run_keeps_its_number_and_its_bits_with_another_memory(tmp_path: Path) -> None:
     """The control: the number that the new memory would have given has other bits."""
-    usable, steps = (needed(2, 1) + needed(3, 1)) / 2, {"steps": 4, "model_args": {**MODEL, "dropout": 0.1}}
+    usable, steps = (needed(2) + needed(3)) / 2, {"steps": 4, "model_args": {**MODEL, "dropout": 0.1}}
     small = {"max": 1, "device_gb": usable / USABLE / 1e9}
     job = job_of(tmp_path, workers=small, **steps)
     assert local_run(job, stop=2)[0].startswith(
@@ -183,7 +171,7 @@ def said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 
 def test_the_estimate_says_what_auto_takes(said: Any) -> None:
     """It reckons with all samples, too.  Without the memory of the devices it says how to name it, and tells the rest."""
-    device_gb, few = str((needed(2, 1) + needed(4, 1)) / 2 / USABLE / 1e9), {"recompute": "block", "workers": {"max": 1}}
+    device_gb, few = str((needed(2) + needed(4)) / 2 / USABLE / 1e9), {"recompute": "block", "workers": {"max": 1}}
     line = said("--workers.device-gb", device_gb, global_batch="all", recompute="none", workers={"max": 1})
     assert "microbatch = 2: with 4, recompute = 'none' and the whole state on one device" in line and "1 or more workers" in line
     line = said(**few | {"workers": {"gpus": 1}})

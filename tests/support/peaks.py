@@ -1,0 +1,72 @@
+"""The memory of real tensors that lives at once in a step, on a CPU."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from elastic.engine.world import World
+from elastic.ids import Version
+from elastic.job import Job
+from elastic.protocol.commit_record import GO_ON
+from elastic.train.step import Step
+from tests.support.segments import member
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the memory of real tensors that lives at once, that which FSDP2 gives a storage of before and takes away too."""
+
+    def __init__(self, before: list[Tensor]) -> None:
+        super().__init__()
+        self.sizes = {StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in before}
+        self.most = 0
+        self.resize: Any = None
+
+    def __enter__(self) -> Any:
+        resize = self.resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            self.sizes[StorageWeakRef(storage)] = size
+            self.most = max(self.most, self.now())
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and (memory := StorageWeakRef(each.untyped_storage())) not in given:  # not the host's, of before
+                self.sizes.setdefault(memory, each.untyped_storage().nbytes())
+        self.most = max(self.most, self.now())
+        return out
+
+    def now(self) -> int:
+        for memory in [memory for memory in self.sizes if memory.expired()]:
+            del self.sizes[memory]
+        return sum(self.sizes.values())
+
+
+def measured(world: World, job: Job) -> int:
+    """Returns the most bytes that live in the microbatches of the second step of a member."""
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        me.step()
+        with me.fence as rules:
+            rules.go(me.shape.generation)
+        gc.collect()
+        doing = Step(me.session, me.state, me.fence, me.shape, 2, lambda: GO_ON)
+        with Live([*me.state.shard.values.values(), *me.state.parameters.copies]) as live:
+            doing.run()
+        doing.commit()
+        return live.most

@@ -108,7 +108,7 @@ def test_f8_so_is_that_of_a_member_that_shares_the_state(ranks: Ranks, tmp_path:
 
 
 def test_a_worker_warms_up_with_what_a_step_takes(tmp_path: Path) -> None:
-    """From the second microbatch on a step holds sums beside activations.  The control: a job with one microbatch a step."""
+    """A step holds sums beside activations from its second microbatch on.  The control: a job with one microbatch a step."""
     job = job_of(tmp_path, **BF16)
     with closing(World.alone(torch.device("cpu"))) as world:
         peak = measured(world, job)

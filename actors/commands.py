@@ -162,7 +162,8 @@ def _sized(job: Job) -> Job:
             except (ElasticError, StorageError) as error:  # of the data, or a device that is too small
                 job, why = one, f"not known: {error}; all below is for 1"
         say(f"microbatch = {job.microbatch if job is not one else 'auto'}: {why}")
-    return job if job.global_batch != "all" else job.replace(global_batch=job.microbatch_size)  # memory does not depend on it
+    rounds = job.reduction.block + 2  # which hold all sums of gradients; memory does not depend on how many more there are
+    return job if job.global_batch != "all" else job.replace(global_batch=rounds * job.microbatch_size)
 
 
 def evaluate(known: Namespace) -> int:

@@ -96,7 +96,8 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
     """
     norm._check_input_dim(x)
     seen: Seen = norm.seen
-    seen.uses += 1
+    if norm.training:
+        seen.uses += 1  # compiled code is made for its value, so whoever runs the model begins each round
     mean, variance = (seen.mean, seen.variance) if norm.training else (norm.running_mean, norm.running_var)
     weight, bias = (each if each is None else each.to(mean.dtype) for each in (norm.weight, norm.bias))  # torch takes no other dtype
     return batch_norm(x, mean, variance, weight, bias, norm.training, 1.0, norm.eps)

@@ -56,6 +56,8 @@ def peak_bytes(
     computes, their flat copy, and the sums of all gradients, which stay from one round to the next.  The state, and copies of weights,
     are there before and are not in it.  Nor is the memory of the host to which ``activations = "offload"`` moves what blocks keep.
 
+    Operations of compiled blocks run one by one, as the compiler has split them, and kernels fuse some: the number may be too large then.
+
     ``build()`` returns a new model of the job on the meta device; only shapes and dtypes of ``batch``, a microbatch, matter.  To compare
     settings, call it with ``job.replace(recompute=...)``.
 
@@ -65,15 +67,17 @@ def peak_bytes(
     """
     (job, rounds), model = in_few_rounds(job.replace(offload="none")), build()
     with _imagined(device, shards) as world, _fake(gpu=job.workers.gpus > 0) as fake:
-        model, parameters, scheme, _ = parallelize(model, world, job, backend=TRACED)
+        model, parameters, scheme, statistics = parallelize(model, world, job, backend=TRACED)
         model.train()
         watch = _Peak()
         host_memory(pinned=False).making = watch.elsewhere
         moved = {name: fake.from_tensor(value).to(device) for name, value in batch.items()}
         with watch:
-            for number in range(scheme.begin_step(rounds * shards).rounds):
+            deal = scheme.begin_step(rounds * shards)
+            for number in range(rounds):
                 last = number + 1 == rounds
                 parameters.begin_round(number, last=last)
+                statistics.begin_round(number, deal)
                 result = loss(model, moved)[0] if last or isinstance(parameters, Split) else None  # others sum what is not there as zeros
                 parameters.end_forward()
                 if result is not None:
@@ -91,9 +95,8 @@ def in_few_rounds(job: Job) -> tuple[Job, int]:
     holds that of the blocks before, too, from the second microbatch of the second block on.
     """
     block = job.reduction.block if job.reproducible else 1
-    most = job.microbatches if job.global_batch != "all" else block + 2
-    job = job.replace(reduction=job.reduction.model_copy(update={"block": min(block, 2)}))
-    return job, 4 if block > 1 and most > block + 1 else min(most, 2)
+    rounds = 4 if block > 1 and job.microbatches > block + 1 else min(job.microbatches, 2)
+    return job.replace(reduction=job.reduction.model_copy(update={"block": min(block, 2)})), rounds
 
 
 class Calls(NamedTuple):
@@ -105,7 +108,9 @@ class Calls(NamedTuple):
     There it would get NaN (``fp8_weights.py``).
     """
     attention: bool
-    """One is torch's attention, as the setting ``recompute`` sees it: what torch's own modules call inside stays unseen."""
+    """One is torch's attention, as the setting ``recompute`` sees it: what torch's own modules call inside stays unseen.  It need not be in
+    a block.
+    """
 
 
 def calls_of(

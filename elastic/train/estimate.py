@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -191,9 +192,10 @@ def fitting_changes(job: Job, policy: Policy | None) -> str:
             if least := _least(other, takes(other), memory):
                 found.append(f"with {' and '.join(f'{name} = {value!r}' for name, value in changes.items())} from {_workers(least)} on")
     with suppress(JobError):
-        larger = [job.replace(**_onto(job, {"workers.max": factor * job.workers.max})) for factor in FACTORS]
-        transient = takes(larger[0])  # of two that share the state, so that of all others too
-        if least := next(filter(None, (_least(other, transient, memory) for other in larger)), 0):
+        larger = (job.replace(**_onto(job, {"workers.max": factor * job.workers.max})) for factor in FACTORS)
+        first = next(larger)
+        transient = takes(first)  # of two that share the state, so that of all others too
+        if least := next(filter(None, (_least(other, transient, memory) for other in chain([first], larger))), 0):
             found.append(f"with workers.max = {least} or more")
     return f"it fits {', or '.join(found)}" if found else ""
 

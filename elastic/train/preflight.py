@@ -95,7 +95,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     with TemporaryDirectory() as folder:
         session = make_session(tried, Counters(Path(folder) / "counters", create=True), prefetch=0)
         build = build_of(session)
-        unread = [*_check_calls(tried, session), *_check_held_out(tried, session)]
+        unread = [*_check_calls(tried, session, model), *_check_held_out(tried, session)]
         session.close()
     check_rule(job, session.rule)
     _check_dataset(job, model, session)
@@ -251,13 +251,14 @@ def _shapes(batch: dict[str, tuple[list[int], torch.dtype]]) -> str:
     return ", ".join(f"{name!r} {shape} of {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in sorted(batch.items()))
 
 
-def _check_calls(job: Job, session: Session) -> list[str]:
+def _check_calls(job: Job, session: Session, model: nn.Module) -> list[str]:
     """Raises :class:`ModelError` if the model reads a weight that is held in fp8.
 
     Returns a sentence if that cannot be found out, and one if the model makes no call for which ``recompute = "attention"`` is there.
     """
     holds_fp8 = PRECISIONS[job.precision].fp8 is not None and not job.offloads
-    if not holds_fp8 and job.recompute != "attention":
+    again = job.recompute == "attention" and bool(sharding_table(model).blocks)
+    if not holds_fp8 and not again:
         return []
     batch = session.loader.read(session.cursor.some_ids(job.microbatch_size))
     try:
@@ -273,7 +274,7 @@ def _check_calls(job: Job, session: Session) -> list[str]:
             f"precision = {job.precision!r}: {job.model!r} calls {function}() with the weight {name!r} itself, and that is held in fp8 by "
             f"its layer alone; call the layer, or take 'bf16'"
         )
-    return [NO_ATTENTION] if job.recompute == "attention" and not calls.attention else []
+    return [NO_ATTENTION] if again and not calls.attention else []
 
 
 def _check_bucket(job: Job) -> None:

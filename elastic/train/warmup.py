@@ -153,9 +153,10 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     state.model.train()
     flags = any(not each.is_floating_point() and not name.endswith(COUNTED) for name, each in state.model.named_buffers())
     marks, values = ({}, {}) if flags else (state.buffer_marks(), state.buffer_values())
-    state.sync.begin_step(rounds * world.size)
+    deal = state.sync.begin_step(rounds * world.size)
     for number in range(rounds):
         state.parameters.begin_round(number, last=number + 1 == rounds)
+        state.statistics.begin_round(number, deal)
         loss, _ = loss_of(session, state.model, {name: value.to(world.device) for name, value in batch.items()})
         state.parameters.end_forward()
         loss.backward()

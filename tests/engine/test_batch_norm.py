@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from elastic.engine.batch_norm import Statistics
+from elastic.engine.parallelize import parallelize
 from elastic.engine.precision import PRECISIONS, Precision
 from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.train.counters import Counters
 from elastic.train.local import run_local
+from elastic.train.model import build_model, tensors_of
 from elastic.train.preflight import preflight
+from elastic.train.session import make_session
+from elastic.train.warmup import warm_up
 from tests.engine.test_bits import plain_training
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks
@@ -305,6 +311,31 @@ def test_a_norm_that_gets_a_single_sample_is_told_of_its_microbatch(tmp_path: Pa
     told = "".join(traceback.format_exception_only(wrong.value))
     assert "microbatch = 1: a batch norm takes its mean and variance from one microbatch, and gets one value here; set" in told
     assert run_local(job.replace(name="two"), lambda line: None)[0] == "Finished"
+
+
+def graphs(job: Job, passes: int) -> int:
+    """Returns how many graphs are compiled in a warm-up and so many passes without gradients after it."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    session = make_session(job, Counters(Path(job.bucket) / f"{job.name}-{passes}", create=True), prefetch=0)
+    warm_up(session, tensors_of(build_model(job, session.builder), session.rule), torch.device("cpu"))
+    session.close()
+    with closing(World.imagined(Layout(1, 1), torch.device("cpu"))) as world:
+        model = parallelize(build_model(job, session.builder), world, job)[0].eval()
+    with torch.no_grad():
+        for _ in range(passes):
+            model(torch.zeros(2, 9, dtype=torch.int64))
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.full  # compiles
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
+def test_compiled_norms_are_compiled_once_for_all_microbatches(tmp_path: Path) -> None:
+    """A warm-up has four microbatches here, or one, and held-out samples are many."""
+    job = job_of(tmp_path, compile=True, global_batch=12, reduction={"block": 2}, workers={"max": 1})
+    one = graphs(job.replace(name="one", global_batch=2, reduction={}), 1)
+    assert graphs(job, 4) == one > 0
 
 
 @pytest.mark.full  # compiles

@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.engine import groups, memory
@@ -278,40 +276,6 @@ def test_a_pass_in_inference_mode_is_possible() -> None:
     with torch.inference_mode():
         found = model(torch.zeros(1, 4, dtype=torch.long))
     assert torch.equal(found, model(torch.zeros(1, 4, dtype=torch.long)))
-
-
-class Choosing(nn.Module):
-    """A block that lets torch attend by one kernel only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-
-class Chosen(nn.Module):
-    def __init__(self, layers: int, **_: Any) -> None:
-        super().__init__()
-        self.embedding, self.layers = nn.Embedding(17, 8), nn.ModuleList(Choosing() for _ in range(layers))
-
-    def init_weights(self) -> None:
-        """The weights are those of the constructor, after a seed."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)[:, None]
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.fast
-def test_attention_runs_again_by_the_kernel_that_the_model_allows() -> None:
-    """Torch's default is another one, with which the backward pass ended in an error.  The control: its gradients have other bits."""
-    with sdpa_kernel(SDPBackend.MATH):
-        wanted = trained(wrapped("none", 2, Chosen))
-    assert same(trained(wrapped("attention", 2, Chosen)), wanted)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{__name__}.sdpa_kernel", lambda _: nullcontext())
-        assert not same(trained(wrapped("none", 2, Chosen)), wanted)
 
 
 @pytest.mark.parametrize("layers", [16, pytest.param(64, marks=pytest.mark.full)])

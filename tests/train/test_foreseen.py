@@ -107,13 +107,15 @@ def test_f8_so_is_that_of_a_member_that_shares_the_state(ranks: Ranks, tmp_path:
     assert need.held(2) < 0.9 * max(peaks)
 
 
-def test_a_worker_warms_up_with_what_a_step_takes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"reduction": {"block": 2}, "global_batch": 12}], ids=["one sum", "two sums"])
+def test_a_worker_warms_up_with_what_a_step_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]) -> None:
     """A step holds sums beside activations from its second microbatch on.  The control: a job with one microbatch a step."""
-    job = job_of(tmp_path, **BF16)
+    job = job_of(tmp_path, **BF16, **changes)
     with closing(World.alone(torch.device("cpu"))) as world:
         peak = measured(world, job)
     assert warmed(job) >= 0.99 * peak
     assert warmed(job.replace(global_batch=3)) < 0.95 * peak
+    assert "not warmed up" not in capsys.readouterr().out
 
 
 def warmed(job: Job) -> int:

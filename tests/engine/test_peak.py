@@ -105,9 +105,8 @@ def test_the_bytes_are_those_of_a_real_round(recompute: str | float, precision: 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
-@pytest.mark.parametrize(
-    "recompute", ["selective", *(pytest.param(each, marks=pytest.mark.full) for each in POLICIES if each != "selective")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", POLICIES, ids=str)
 def test_so_are_those_of_compiled_blocks(recompute: str | float) -> None:
     """F8: within a tenth.  Compiled for real, to kernels, which fuse what runs backward in ways of their own."""
     job = job_of(recompute, compile=True)

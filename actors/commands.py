@@ -141,7 +141,7 @@ def estimate(known: Namespace) -> int:
     if tried:
         table = Table("recompute", "more while a microbatch is computed", "workers that must share the state")
         for each in tried:
-            table.add_row(each.policy, estimate.gigabytes(max(each.transient)), _workers(each.least, job))
+            table.add_row(str(each.policy), estimate.gigabytes(max(each.transient)), _workers(each.least, job))
         console.print(table)
     return 0
 

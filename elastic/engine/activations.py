@@ -30,7 +30,7 @@ from elastic.engine import fp8
 from elastic.engine.axes.visits import parameters_of
 from elastic.engine.host_memory import host_memory
 from elastic.engine.streams import stream
-from elastic.models.spec import ShardingTable
+from elastic.models.spec import ShardingTable, each_once
 
 SMALL = 8
 """Memory with fewer bytes than the input of a block, divided by this number, stays as it is.
@@ -59,7 +59,7 @@ def apply_activations(model: nn.Module, table: ShardingTable, policy: str) -> No
     if policy == "keep":
         return
     run = _Offload().run if policy == "offload" else partial(_run, _FORMATS[policy])
-    for block in dict.fromkeys(model.get_submodule(name) for name in table.blocks):  # a block may have several names: it is called for each
+    for block in each_once(model, table.blocks):
         block.forward = partial(run, block, block.forward)
 
 

@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from elastic.engine.axes.split import gathered
-from elastic.models.spec import ShardingTable
+from elastic.models.spec import ShardingTable, each_once
 
 
 def apply_groups(model: nn.Module, table: ShardingTable) -> None:
     """Lets groups of √L blocks keep one input, where one block's result is the next one's input.  The blocks have a policy already."""
     chain = _Chain(math.ceil(math.sqrt(len(table.blocks))))
-    for block in dict.fromkeys(model.get_submodule(name) for name in table.blocks):  # a block may have several names
+    for block in each_once(model, table.blocks):
         block.forward = partial(chain.run, block, block.forward)
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elastic.errors import ModelError
-from elastic.models.spec import ShardingTable
+from elastic.models.spec import ShardingTable, each_once
 
 aten = torch.ops.aten
 KEPT: frozenset[Any] = frozenset(
@@ -65,7 +65,7 @@ def apply_recompute(model: nn.Module, table: ShardingTable, policy: str | float)
         return
     logging.getLogger(CHOOSES).addFilter(_is_news)
     blocks, forward = (table.blocks, _POLICIES[policy]) if isinstance(policy, str) else (spread(table.blocks, policy), _all_but_its_input)
-    for block in dict.fromkeys(model.get_submodule(name) for name in blocks):  # a block may have several names
+    for block in each_once(model, blocks):
         own = vars(block).get("forward")
         block.forward = MethodType(forward, _Own(block, own) if own else block)  # no closure: the compiler would compile each block anew
 

@@ -122,7 +122,7 @@ def calls_of(
     """Watches a forward pass.  The arguments are those of :func:`peak_bytes`, and it raises the same."""
     job = job.replace(activations="keep", offload="none", recompute="none", compile=False)
     model = build()
-    with _imagined(torch.device("cpu")) as world, FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with _imagined(torch.device("cpu")) as world, _fake(gpu=False) as fake:
         model, *_ = parallelize(model, world, job)
         held = {id(layer.weight): name for name, layer in weights_of(model, sharding_table(model)).items()}
         with _Calls(held if precision_of(job).fp8 is not None else {}) as calls:

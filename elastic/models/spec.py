@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,11 @@ class ShardingTable:
     """``blocks`` holds the dotted names of the modules that are wrapped, gathered and freed one at a time, in forward order."""
 
     blocks: tuple[str, ...]
+
+
+def each_once(model: Any, names: Iterable[str]) -> list[Any]:
+    """Returns the modules of ``model`` with these names, in this order.  One that has several of them comes once."""
+    return [*dict.fromkeys(model.get_submodule(name) for name in names)]
 
 
 def with_preset(preset: str | None, presets: Mapping[str, Mapping[str, Any]], args: Mapping[str, Any]) -> dict[str, Any]:

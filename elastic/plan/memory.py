@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+Policy = TypeVar("Policy", bound=str | float)
 USABLE = 0.92
 """Part of a device's memory that is planned with.  The rest is for what nobody counts: contexts, communication, fragments."""
 
@@ -142,13 +143,13 @@ def roomy(need: Need, device: int, members: int) -> bool:
     return any(need.of_a_member(shards) <= USABLE * device for shards in (1, members))  # from 2 on, more shards need no more
 
 
-def first_roomy(policies: Sequence[str], least_of: Callable[[str], int], fewest: int, most: int) -> str:
+def first_roomy(policies: Sequence[Policy], least_of: Callable[[Policy], int], fewest: int, most: int) -> Policy:
     """Returns the first policy with which ``fewest`` members can train, or half of ``most`` if ``fewest`` is 1.
 
     If there is none, it is the first with which ``most`` can, and without that the last one.
     ``least_of`` returns the smallest shard degree at which a member fits with a policy, or 0.  It is asked for as few as it takes.
     """
-    found: dict[str, int] = {}
+    found: dict[Policy, int] = {}
     for policy in policies:
         found[policy] = least_of(policy)
         if 0 < found[policy] <= enough(fewest, most):

@@ -90,7 +90,7 @@ def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None =
 class Tried:
     """One setting of ``recompute``, and the memory that it asks for."""
 
-    policy: str
+    policy: Policy
     transient: Transient
     least: int
     """Smallest number of workers that must share the state; 0 if the memory of devices is not known, or if the state does not fit."""
@@ -106,17 +106,15 @@ def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Itera
     else:
         by_policy = by_policy or {"none": least_shard(foreseen(job, tensors), memory, most_shards(job))}
         policy = first_roomy([*by_policy], by_policy.__getitem__, job.workers.min, most_shards(job))
-        named = job.recompute if isinstance(job.recompute, float) else policy
         if not (least := by_policy[policy]):
             way_out = fitting_policy(job, tensors) if tried else ""
-            own = f" with recompute = {named!r}" if way_out else ""
-            by_size: dict[int, Policy] = {each.transient.shared: each.policy for each in tried}
-            smallest = job.recompute if isinstance(job.recompute, float) else by_size[min(by_size)] if by_size else None
+            own = f" with recompute = {policy!r}" if way_out else ""
+            smallest = min(tried, key=lambda each: each.transient.shared, default=None)
             one, way_out = job.workers.max == 1, way_out or fitting_changes(job, smallest)
             few = f"{_workers(job.workers.max)} with {gigabytes(memory)}{'' if one else ' each'} {'is' if one else 'are'} too few"
             yield "; ".join(filter(None, [f"it does not fit{own}: {few}", way_out]))
             return
-        yield f"recompute = {named!r}: {least} or more workers with {gigabytes(memory)} each can train"
+        yield f"recompute = {policy!r}: {least} or more workers with {gigabytes(memory)} each can train"
     layouts = job.layouts(least)
     shards = layouts[-1].dp_shard
     transient = next((each.transient.shared for each in tried if memory and each.policy == policy), 0)
@@ -151,7 +149,7 @@ def _tried(job: Job, tensors: Sequence[Tensor], policies: Sequence[Policy]) -> l
     memory, need, most, found = memory_of(job, torch.device("cpu")), foreseen(job, tensors), most_shards(job), list[Tried]()
     for policy, transient in transients(job, policies).items():
         least = least_shard(need.with_transient(transient), memory, most) if memory else 0
-        found.append(Tried(str(policy), transient, least))
+        found.append(Tried(policy, transient, least))
     return found
 
 
@@ -176,15 +174,15 @@ def fitting_policy(job: Job, tensors: Sequence[Tensor]) -> str:
     return f"with recompute = {policy!r} it fits from {_workers(by_policy[policy])} on{why}"
 
 
-def fitting_changes(job: Job, policy: Policy | None) -> str:
+def fitting_changes(job: Job, tried: Tried | None) -> str:
     """Returns words that name other settings, each with which alone a job fits that does not fit with its own; "" if there are none.
 
-    ``policy`` is the setting of ``recompute`` that needs least; None if what a step takes is not known.  Raises as :func:`by_recompute`.
+    ``tried`` has the policy that needs least; it is None if what a step takes is not known.  Raises as :func:`by_recompute`.
     """
     memory, found = memory_of(job, torch.device("cpu")), list[str]()
 
     def takes(other: Job) -> Transient:
-        return transients(other, [policy])[policy] if policy is not None else Transient(0, 0)
+        return transients(other, [tried.policy])[tried.policy] if tried is not None else Transient(0, 0)
 
     for changes in CHANGES:
         with suppress(JobError):  # settings of the job that do not go with these

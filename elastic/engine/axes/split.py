@@ -228,10 +228,11 @@ def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
         reduction = scheme.reduction(precision.wire)
         ours = _Reduce(reduction, _group(module))
         module.set_custom_reduce_scatter(ours)  # type: ignore[arg-type]  # torch's base class is private; it is duck-typed
-        _fill(_group(module))
-        _count(_group(module), ours)
-        _end(_group(module), module._get_fsdp_state())
-        _forget(_group(module), scheme)
+        group = _group(module)
+        _fill(group)
+        _count(group, ours)
+        _end(group, module._get_fsdp_state())
+        _forget(group, scheme)
         if reduction.across_replicas is not None:
             module.set_all_reduce_hook(reduction.across_replicas)
 
@@ -268,15 +269,12 @@ def _end(group: Any, state: Any) -> None:
     By itself FSDP2 takes a later run of a reentrant checkpoint for what another checkpoint recomputes for the part that is over, and leaves
     the gradients of that run out of every sum.
     """
-    if group is None:
-        return
-    original = group.post_backward
 
-    def post_backward(*unused: Any) -> None:
-        original(*unused)
+    def idle() -> None:
         state._training_state = TrainingState.IDLE
 
-    group.post_backward = post_backward
+    if group is not None:
+        _after_backward(group, idle)
 
 
 def _forget(group: Any, scheme: Scheme) -> None:
@@ -284,14 +282,22 @@ def _forget(group: Any, scheme: Scheme) -> None:
 
     By itself FSDP2 keeps it, as large as the sums, until the next round begins.
     """
-    if group is None or not scheme.keeps_sums:
-        return
+
+    def forget() -> None:
+        for each in () if scheme.round.last else group.fsdp_params:
+            each.sharded_param.grad = None
+
+    if group is not None and scheme.keeps_sums:
+        _after_backward(group, forget)
+
+
+def _after_backward(group: Any, do: Callable[[], None]) -> None:
+    """Lets FSDP2 call ``do()`` whenever it has ended a module's part of a backward pass."""
     original = group.post_backward
 
     def post_backward(*unused: Any) -> None:
         original(*unused)
-        for each in () if scheme.round.last else group.fsdp_params:
-            each.sharded_param.grad = None
+        do()
 
     group.post_backward = post_backward
 

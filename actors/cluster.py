@@ -25,6 +25,7 @@ from actors.cores import usable_cores
 from elastic.config.sections import Workers
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
+from elastic.train.machine.gpus import NVML
 from storage.objects.urls import folder_of
 
 NAMESPACE = "elastic"
@@ -74,11 +75,14 @@ def connect(
     ``tell`` gets a sentence before a cluster starts here, since that takes a while.  Returns a sentence for the user if such a cluster has
     more ``workers`` than this machine has cores; "" otherwise.
 
-    The environment variables are Ray's own and must be set before it starts: no usage reports; for a local cluster also no token,
-    because only this machine can reach it, no waiting for a drain when it ends, and no monitor that kills processes to free memory.
+    The environment variables must be set before Ray starts: no process asks CUDA's driver by an import; no usage reports; for a local
+    cluster also no token, because only this machine can reach it, no waiting for a drain when it ends, and no monitor that kills processes
+    to free memory.
 
     Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer; and as :func:`heads.answers`.
     """
+    for variable, value in NVML.items():
+        os.environ.setdefault(variable, value)
     if ray.is_initialized():
         return ""
     local = address == "local" or (address is None and begins_here())

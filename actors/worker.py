@@ -91,7 +91,7 @@ class Worker:
         go_or_end(self._tell_how_far, "start")
         from elastic.plan.placement import bytes_by_class, classes_of
         from elastic.train.loop import Trainer
-        from elastic.train.machine import compilers
+        from elastic.train.machine import compilers, gpus
         from elastic.train.machine.device import fitting_shard, fitting_whole, states_fitting
         from elastic.train.model import build_model, in_its_stage, tensors_of
         from elastic.train.session import build_of, kind_of, make_session, make_snapshots, prepare_process
@@ -101,7 +101,9 @@ class Worker:
         try:
             self._doing = "opens its data"
             self.job = self.code.restore(self.job)
+            new = gpus.NewProcess() if self.job.workers.gpus else None
             device = prepare_process(self.job, ray.util.get_node_ip_address())
+            uuid = new.compare() if new else ""
             session = make_session(self.job, self.counters)
             self._doing = "builds the model"
             model = build_model(self.job, session.builder)
@@ -113,16 +115,16 @@ class Worker:
             self._doing = "takes memory for copies and saves"
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least, shared)
             build = replace(build_of(session), host=cluster.host())
-        except (Unavailable, NoRoomYet) as error:  # by the next start, the store may answer or the memory may be free
-            self._start_failed(str(error))
-            return
+        except (Unavailable, NoRoomYet, gpus.WrongDevice) as error:  # by the next start it may have a store, memory or its GPU
+            return self._start_failed(str(error))
         except Exception as error:  # the process boundary: this node cannot do what the driver could
             traceback.print_exc()
             self._cannot_start(error)
             return
         checkpoints = forks.checkpoints(ObjectStore.open(self.job.bucket), self.job.name)
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
-        compiled = compilers.place(self.job, build.code, kind_of(device, self.job.attention), compiled_folder())
+        kind = kind_of(device, self.job.attention)
+        compiled = compilers.place(self.job, build.code, kind, compiled_folder())
         self._doing = "warms up"
         try:
             with compiled.kept(self.peers, self.secret) if compiled else contextlib.nullcontext():
@@ -135,9 +137,7 @@ class Worker:
             self._cannot_start(error)
             return
         whole = fitting_whole(session.job, tensors, device, took)
-        self._joined = Joined(
-            self.worker, cluster.here(), kind_of(device, self.job.attention), classes, build, bytes_by_class(tensors), least, states, whole
-        )
+        self._joined = Joined(self.worker, cluster.here(), kind, classes, build, bytes_by_class(tensors), least, states, whole, uuid)
         self.report(self._joined)
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)

@@ -14,7 +14,7 @@ from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import same_classes
 from elastic.protocol.actions import Kill
 from elastic.protocol.builds import difference
-from elastic.protocol.events import Broken, Event, Fenced, Here, Joined, NodeRefused, Ready, Renewed, StepDone
+from elastic.protocol.events import ASKED_EARLY, Broken, Event, Fenced, Here, Joined, NodeRefused, Ready, Renewed, StepDone
 
 OfAGeneration = Here | Ready | StepDone | Renewed | Broken | Fenced
 
@@ -81,6 +81,11 @@ def joined(decision: Decision, event: Joined) -> None:
         why, shared = misfit
         decision.do(Kill((event.worker,), "its node is refused"))
         return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
+    if (other := _on_its_device(run, event)) is not None:
+        decision.do(Kill((event.worker,), "another worker has its device"))
+        decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)
+        both = f"{_called(event.worker, event.node, event.build.host)} and {other} compute on one device ({event.device})"
+        return decision.say(f"{both}, so {event.worker} is replaced; {ASKED_EARLY}")
     latest = next(reversed(run.workers.values()), None) if run.workers else None
     newcomer = Worker(
         event.node,
@@ -90,6 +95,7 @@ def joined(decision: Decision, event: Joined) -> None:
         least_shard=event.least_shard,
         states=event.states,
         least_whole=event.least_whole,
+        device=event.device,
     )
     decision.open("members", "workers")[event.worker] = newcomer
     decision.know("members", classes=event.classes, class_bytes=event.class_bytes)
@@ -101,6 +107,12 @@ def joined(decision: Decision, event: Joined) -> None:
         decision.say(f"by the memory of its device, {event.least_shard} workers or more must share the state")
     if event.states and event.states < decision.rules.max_workers and (latest is None or latest.states != event.states):
         decision.say(f"its node has room for copies of {event.states:.3g} states, and more workers than that share some there")
+
+
+def _on_its_device(run: RunState, event: Joined) -> WorkerId | None:
+    """Returns another worker of the node that computes on the same device: NCCL forms no world with both."""
+    there = (worker for worker, known in run.workers.items() if known.device and (known.node, known.device) == (event.node, event.device))
+    return next(there, None)
 
 
 def _misfit(decision: Decision, event: Joined) -> tuple[str, bool] | None:

@@ -147,12 +147,12 @@ class Worker:
     unfit: str = ""
     """The reason why the worker cannot take part any more and is replaced; "" while it is fit."""
     host: str = ""
-    least_shard: int = 1
-    """The smallest shard degree at which a member fits its device."""
+    least_shard: int = 1  # the smallest shard degree at which a member fits its device
     states: float = 0.0
     """The number of states of which its node has room for all copies; 0 if that is not known."""
     least_whole: int = 0
     """The smallest shard degree at which its device also has room for whole weights to compute with; 0 if it must not have them."""
+    device: str = ""  # the UUID of its accelerator; "" if that is not known
 
 
 @dataclass(frozen=True)

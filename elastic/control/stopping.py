@@ -10,7 +10,7 @@ survivor holds is known from its answer.
 
 from __future__ import annotations
 
-from elastic.control import commits, copy_inventory, edges, membership, saves
+from elastic.control import admission, commits, copy_inventory, edges, membership, saves
 from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
 from elastic.control.liveness import Stall, silence, silent, stall
@@ -40,12 +40,15 @@ def stop_requested(decision: Decision, event: StopRequested) -> None:
 def broken(decision: Decision, event: Broken) -> None:
     """Notes that a member stands still.  The member must still answer the fence, because the last commit that it saw counts."""
     state = decision.run.state
-    job_error = _note_failure(decision, event) if event.cause in ("job", "device", "replicas") else ""
+    untried = event.cause == "setup" and len(_without_state(decision)) == len(decision.plan.members)
+    job_error = _note_failure(decision, event) if event.cause in ("job", "device", "replicas") or untried else ""
     if event.cause == "replicas":
         job_error = event.detail  # whoever went on would choose one of them
     what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
-    if event.cause == "device":
+    if event.cause == "device" or untried:
         membership.unfit(decision, event.worker, what)
+    elif event.cause == "setup":
+        _refuse_newcomers(decision, event.worker, what)
     if event.cause == "damaged" and event.version is not None:
         saves.damaged(decision, event.version, f"{event.worker}: {event.detail}")
     if event.cause == "copy":
@@ -60,17 +63,33 @@ def broken(decision: Decision, event: Broken) -> None:
         edges.stop(decision, cause, job_error=job_error)
 
 
-WAITS = " waits, because "
+def _without_state(decision: Decision) -> tuple[WorkerId, ...]:
+    """Returns the living members that hold no state, so that no world with them has ever run."""
+    workers = decision.run.workers
+    return tuple(worker for worker in decision.plan.members if worker in workers and not workers[worker].holdings)
+
+
+def _refuse_newcomers(decision: Decision, told: WorkerId, what: str) -> None:
+    """Leaves out the members that hold no state, because the library forms no world with them; ``told`` has said so.
+
+    The others formed worlds before, so they are not to blame, whoever of them reports it.  A node that has only newcomers is refused, so
+    that the next worker there does not cost another pause.
+    """
+    run, newcomers = decision.run, _without_state(decision)
+    tried = {run.workers[worker].node for worker in decision.plan.members if worker in run.workers and worker not in newcomers}
+    for worker in newcomers:
+        membership.unfit(decision, worker, what)
+        if (node := run.workers[worker].node) not in tried:
+            admission.refuse_node(decision, node, f"with {worker} there no world forms, as {told} says: {what}")
 
 
 def _told(decision: Decision, event: Broken, what: str) -> str:
     """Returns the sentence about a member that stands still: because of another one, or of an error, which others may have had before."""
     state, worker = decision.run.state, event.worker
     if event.cause == "peer":
-        known = state.cause if isinstance(state, Stopping) else f"its world broke (peer: {what})"
-        return f"{worker}{WAITS}{known.partition(WAITS)[2] or known}"
+        return f"{worker} waits meanwhile" if isinstance(state, Stopping) else f"{worker} waits, because its world broke (peer: {what})"
     before = [each.worker for each in decision.run.history.failures if (each.signature, each.step) == (event.signature, event.step)]
-    also = next((f", as {each} before it" for each in before if each != worker), "") if event.cause == "job" else ""
+    also = next((f", as {each} before it" for each in before if each != worker), "") if event.cause in ("job", "setup") else ""
     return f"{worker} cannot go on ({event.cause}: {what}){also}"
 
 

@@ -24,7 +24,8 @@ class Joined:
     ``class_bytes`` has the bytes of all tensors of each class; it is empty in journals of older releases.  ``least_shard`` is the smallest
     shard degree at which a member fits the worker's device.  ``states`` is the number of states of which the node has room for all
     copies, 0 if that is not known.  ``least_whole`` is the smallest shard degree at which the device also has room for the whole weights
-    with which the model computes; 0 if there is none, if that is not known, or if the job has chosen its stage of ZeRO.
+    with which the model computes; 0 if there is none, if that is not known, or if the job has chosen its stage of ZeRO.  ``device`` is the
+    UUID of the worker's accelerator; "" if it has none, or if that is not known.
     """
 
     worker: WorkerId
@@ -36,6 +37,7 @@ class Joined:
     least_shard: int = 1
     states: float = 0.0
     least_whole: int = 0
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,11 @@ class Progress:
 
 DIFFER = "replicas of the state differ"
 """Signature of a member that is broken because of that."""
+ASKED_EARLY = (
+    "a process keeps the GPUs that it saw when it first asked CUDA's driver, so nothing may ask before Ray has set CUDA_VISIBLE_DEVICES: "
+    "remove the import that does (sitecustomize.py, RAY_preload_python_modules), and unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+)
+"""The advice about a worker that computes on a GPU that Ray has not given it."""
 STOPPED = "is stopped"
 """Operation of a process that a signal has stopped."""
 INITIALISES = "initialises"
@@ -242,6 +249,8 @@ class Broken:
     cause "peer":    a collective failed;
     cause "job":     the user's code raised an error (``signature``: exception type and user frame);
     cause "device":  its process cannot use its device, or its state in files, and is to be replaced (``signature``: the error);
+    cause "setup":   the communication library refuses to form a world as this process is set up, so the process is to be replaced
+                     (``signature``: the library's name of the error; the last line of ``detail`` is in its own words);
     cause "damaged": ``version`` in the bucket cannot be read;
     cause "replicas": replicas of the state differ, and nobody knows which is right, so the run ends;
     cause "copy":    a keeper's copy cannot be read (``signature``: the keeper's node);

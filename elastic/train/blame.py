@@ -7,6 +7,7 @@ later call of this process.  So neither its class nor its place tells it from ot
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import traceback
@@ -28,6 +29,20 @@ OURS = ("/torch/", "/elastic/train/", "/elastic/engine/", "/elastic/state/")
 COLLECTIVES, SPLIT_TENSORS = "/torch/distributed/distributed_c10d.py", "/torch/distributed/tensor/"
 """Parts of paths of torch: the functions that call a communication library, and DTensor."""
 
+REFUSALS = {
+    "ncclInvalidUsage": "NCCL refuses to form a world as this process is set up (invalid usage)",
+    "no socket interface found": "NCCL finds no network interface",
+    "Unable to find address for": "gloo finds no network interface",
+}
+"""Words of NCCL and gloo where trying again in the same process cannot help, and their meaning.
+
+NCCL says "invalid usage" of two members on one GPU, and of members with other versions of NCCL (NCCL 2.28, ``src/init.cc``).
+"""
+WORDS = 300
+"""Characters of a library's words that the story tells."""
+SOURCE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\] ?")
+"""The place in a library's source with which gloo begins a message."""
+
 
 def touch(device: torch.device) -> None:
     """Makes the cheapest call to ``device``.  It never waits, and raises if this process cannot use the device any more."""
@@ -39,8 +54,9 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
     """Returns (cause of ``Broken``, signature) of the error that stopped a generation here.
 
     ``ask_device`` is :func:`touch` for this worker's device.  A failed collective is a peer's doing; the place where the exception was
-    raised tells it from an error in the user's code (:func:`in_a_collective`).  ``forming`` means that no step had begun: if memory is
-    short then, earlier worlds may have left some behind, and a new process has it.
+    raised tells it from an error in the user's code (:func:`in_a_collective`).  ``forming`` means that no step had begun and nothing was
+    aborted: if memory is short then, earlier worlds may have left some behind, and a new process has it; and if the communication library
+    refuses, no peer is to blame.
     """
     if isinstance(error, FencedOff):
         return "lease", ""
@@ -59,7 +75,8 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
     if isinstance(error, CopyLost):
         return "copy", error.keeper
     if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or in_a_collective(error):
-        return "peer", ""
+        refused = next((meaning for words, meaning in REFUSALS.items() if words in str(error)), "") if forming else ""
+        return ("setup", refused) if refused else ("peer", "")
     return "job", _signature(error)
 
 
@@ -77,11 +94,24 @@ def in_a_collective(error: Exception) -> bool:
     return not (wrapping or refused or SPLIT_TENSORS in last)
 
 
-def plainly(error: Exception) -> str:
-    """Returns what happened, for an error that is not the user's.  The words of a communication library are left to the log."""
+def plainly(error: Exception, *, forming: bool = False) -> str:
+    """Returns what happened, for an error that is not the user's.
+
+    The words of a communication library are left to the log, because after a death they say no more than this does.  Of a world that is
+    ``forming`` they are told, too: there they may be all that anybody knows.
+    """
     if isinstance(error, ElasticError | StorageError | BadRecord):
         return str(error)
-    return "the connection to another member broke, or that member does not answer; this worker's log has the library's own words"
+    happened = "the connection to another member broke, or that member does not answer"
+    if words := in_its_words(error) if forming else "":
+        return f"{happened}; the library says: {words}"
+    return f"{happened}; this worker's log has the library's own words"
+
+
+def in_its_words(error: Exception) -> str:
+    """Returns the last line of what a communication library says, without the places in its source."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return SOURCE.sub("", lines[-1])[:WORDS] if lines else ""
 
 
 def _signature(error: Exception) -> str:

@@ -30,7 +30,7 @@ from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, home_of, nothing
 from elastic.train import spare_time
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.blame import classify, plainly, tell_where_all_stand, touch
+from elastic.train.blame import classify, in_its_words, plainly, tell_where_all_stand, touch
 from elastic.train.context import Context
 from elastic.train.effects import Effects
 from elastic.train.faults import Seat
@@ -145,7 +145,7 @@ class Trainer(Controlled):
         except Leave:
             raise
         except Exception as error:  # a boundary: the coordinator is told, and decides
-            self._tell(plan, error, forming=state is None)
+            self._tell(plan, error, forming=state is None and (self.world is None or not self.world.aborted.is_set()))
         while not isinstance(order, Settled):
             order = self._await(plan.generation, Settled)
         if state is not None:
@@ -325,7 +325,9 @@ class Trainer(Controlled):
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)
-        detail = f"{at}{trace}" if cause in ("job", "device", "replicas") else plainly(error)
+        detail = f"{at}{trace}" if cause in ("job", "device", "setup", "replicas") else plainly(error, forming=forming)
+        if cause == "setup":
+            detail += in_its_words(error)
         version = plan.version if cause == "damaged" else None
         step = self.session.counters["step"] + 1
         self._say(Broken(self.worker, plan.generation, step, cause, detail, signature, version))

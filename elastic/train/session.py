@@ -98,7 +98,7 @@ def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torc
     os.environ |= NCCL | LAUNCHES
     for variable, value in ALLOCATOR.items():
         os.environ.setdefault(variable, value)
-    choose(job.network.interface, address)
+    choose(job.network.interface, address, gpu=bool(job.workers.gpus))
     if not alone:
         import_module("torch._dynamo")  # after the variables above, which it reads
     if job.reproducible:

@@ -49,7 +49,7 @@ def any_fact(rng: Random, run: RunState) -> ev.Fact:
     held = () if rng.random() < 0.1 else (Holding(member, rng.choice((run.version, version)), cell(shards, rng.randrange(shards))),)
     seen = (outcome(step, generation),) if rng.random() < 0.3 else ()
     node = NodeId(f"n{rng.randint(1, 3)}")
-    cause = rng.choice(("peer", "job", "device", "damaged", "lease"))
+    cause = rng.choice(("peer", "job", "device", "setup", "damaged", "lease"))
     progress = (ev.Progress(member, generation, step, rng.randint(0, 2), rng.randint(0, 2)),)
     return rng.choice(
         (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from elastic.errors import AbortStuck, FencedOff, StateDamaged, WorldBroken
 from elastic.state.snapshot import NoMemory
-from elastic.train.blame import classify, plainly, tell_where_all_stand, touch
+from elastic.train.blame import classify, in_its_words, plainly, tell_where_all_stand, touch
 from storage.errors import Damaged, Unavailable
 
 ASSERTED = "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in the manual.\nIt may come late."
@@ -100,6 +100,31 @@ def test_the_words_of_a_library_are_told_plainly(error: Exception) -> None:
     assert not re.search(r"[\d:/]|NCCL", said) and re.search(r"[\d:/]|NCCL", str(error)), "no addresses, no files of another project"
     for ours in (WorldBroken("generation 3 is aborted"), Unavailable("read", "no answer")):
         assert plainly(ours) == str(ours)
+
+
+DUPLICATE = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details)
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"""
+UNFOUND = "ifa != nullptr. Unable to find address for: eth77"
+NOWHERE = f"[enforce fail at /__w/pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] {UNFOUND}"
+
+
+@pytest.mark.parametrize("error", [dist.DistBackendError(DUPLICATE), dist.DistBackendError(NOWHERE)], ids=["NCCL", "gloo"])
+def test_a_library_that_refuses_to_form_a_world_blames_no_peer(error: Exception) -> None:
+    """The controls: a peer's death while a world forms, and the same words after a world had formed."""
+    cause, signature = classify(raised(error), fine, forming=True)
+    assert cause == "setup" and signature and not re.search(r"\d", signature), "the same again, whatever rank says it"
+    assert in_its_words(error) in (DUPLICATE.splitlines()[-1], UNFOUND)
+    assert classify(raised(error), fine) == ("peer", "")
+    assert classify(raised(dist.DistBackendError(NCCL)), fine, forming=True) == ("peer", "")
+
+
+def test_the_words_of_a_library_are_told_of_a_world_that_forms() -> None:
+    """They say what happened, and not where in its source.  The control: of a world that steps they are in the log."""
+    assert plainly(GLOO, forming=True).endswith("; the library says: Connection closed by peer [127.0.0.1]:24116")
+    assert "Connection closed" not in plainly(GLOO)
+    assert plainly(WorldBroken("generation 3 is aborted"), forming=True) == "generation 3 is aborted"
 
 
 def test_a_cpu_is_never_lost() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from elastic.errors import JobError
 from elastic.job import Job
-from elastic.train.machine.interface import SOCKETS, faster_than, interface, interface_of
+from elastic.train.machine.interface import SOCKETS, choose, faster_than, interface, interface_of
 from elastic.train.session import prepare_process
 from tests.support.toys import toy_job
 
@@ -53,6 +53,30 @@ def test_what_the_job_names_comes_before_what_the_environment_says(monkeypatch: 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(JobError, match=r"network\.interface = 'eth77' does not exist on this node, which has .*lo.*; name one that"):
         prepare_process(toy_job("/nowhere", network={"interface": "eth77"}))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "value", "found"),
+    [
+        *((False, "lo", True), (False, "lo,eth77", False), (False, "l", False)),
+        *((True, "lo", True), (True, "lo:5000", True), (True, "l", True), (True, "=l", False), (True, "eth77,lo", True)),
+        *((True, "eth77", False), (True, "^eth77", True), (True, "^=eth77", True)),
+    ],
+)
+def test_an_interface_of_the_environment_that_is_not_there_is_named(
+    gpu: bool, value: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each library reads its variable in its own way.  The variable of the library that the worker does not use is not looked at."""
+    monkeypatch.setenv(SOCKETS[gpu], value)
+    monkeypatch.setenv(SOCKETS[not gpu], "=eth77")
+    if found:
+        choose("auto", "127.0.0.1", gpu=gpu)
+        assert os.environ[SOCKETS[gpu]] == value
+    else:
+        with pytest.raises(JobError, match=rf"{SOCKETS[gpu]} = '{value}' names no network interface of this node, which has .*lo"):
+            choose("auto", "127.0.0.1", gpu=gpu)
+    choose("lo", "127.0.0.1", gpu=gpu)
+    assert os.environ[SOCKETS[gpu]] == "lo", "the job's comes first"
 
 
 def test_on_loopback_the_libraries_choose(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,15 +19,22 @@ _SIOCGIFADDR = 0x8915
 DEVICES = Path("/sys/class/net")
 
 
-def choose(wanted: str, address: str) -> None:
+def choose(wanted: str, address: str, *, gpu: bool = False) -> None:
     """Sets the interface of this process's sockets: the job's, else the one in the environment, else the one that has ``address``.
 
-    Raises :class:`JobError` if this machine does not have the interface that the job names.
+    Raises :class:`JobError` if this machine does not have the interface that the job names, or that the environment names for the library
+    that a worker uses: NCCL with a ``gpu``, else gloo.
     """
     there = [name for _, name in socket.if_nameindex()]
     if wanted != "auto" and wanted not in there:
         missing = f"network.interface = {wanted!r} does not exist on this node, which has {', '.join(there)}"
         raise JobError(f"{missing}; name one that every node has, or leave the setting out")
+    value = os.environ.get(SOCKETS[gpu], "")
+    if wanted == "auto" and value and not (_nccl_finds if gpu else _gloo_finds)(value, there):
+        raise JobError(
+            f"the environment variable {SOCKETS[gpu]} = {value!r} names no network interface of this node, which has {', '.join(there)}; "
+            f"correct it, unset it, or set network.interface"
+        )
     found = interface_of(address) if wanted == "auto" else wanted
     for variable in SOCKETS:
         if wanted != "auto":
@@ -37,6 +45,22 @@ def choose(wanted: str, address: str) -> None:
         print(f"sockets use interface {interface() or 'that the libraries choose'}; other nodes reach this one at {address}", flush=True)
     if wanted == "auto" and (better := faster_than(interface())):
         print(f"{better}: where every node has it, set network.interface = {better.split()[0]!r}", flush=True)
+
+
+def _gloo_finds(value: str, there: Sequence[str]) -> bool:
+    """Returns whether all interfaces of ``value``, such as "eth0,eth1", are there: gloo needs each."""
+    return all(name in there for name in value.split(","))
+
+
+def _nccl_finds(value: str, there: Sequence[str]) -> bool:
+    """Returns whether ``value`` leaves NCCL an interface: beginnings of names, whole names after "=", or after "^" names that are left out.
+
+    A port may follow a name.
+    """
+    names = [name.partition(":")[0] for name in value.lstrip("^=").split(",")]
+    exact = value.lstrip("^").startswith("=")
+    meant = [each for each in there if any(each == name or (not exact and each.startswith(name)) for name in names)]
+    return bool(set(there) - set(meant)) if value.startswith("^") else bool(meant)
 
 
 def faster_than(name: str, devices: Path = DEVICES) -> str:

@@ -1,0 +1,69 @@
+"""Names the GPU on which a process computes, and notices a process that would compute on the GPU of another one.
+
+CUDA's driver reads ``CUDA_VISIBLE_DEVICES`` when a process first asks it anything, and never again; Ray sets the variable when it gives a
+GPU to a process that has been waiting.  If an import asked before, the process computes on the first GPU of its node, whatever Ray gave
+it, and NCCL refuses the world ("Duplicate GPU detected").  ``torch.cuda.device_count`` reads the variable itself and shows nothing of
+this; the UUID that the driver gives to device 0 does.  So two processes are asked for it: this one, and one that starts now.
+
+This file imports the standard library only, since the new process runs it as a script.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from uuid import UUID
+
+DRIVER = "libcuda.so.1"
+ANSWER_S = 60.0
+"""Seconds within which the new process must answer.  The driver takes one or two to begin on a node of eight GPUs."""
+NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Lets ``torch.cuda.is_available`` ask NVML and not the driver.  torch 2.11 calls it when its compiler is imported
+(``torch/_inductor/runtime/benchmarking.py``), which processes do that wait for Ray to give them a GPU.
+"""
+
+
+def device_uuid() -> str:
+    """Returns the UUID of this process's device 0; "" if CUDA's driver finds none, or is not there."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return ""
+    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
+    asks = (driver.cuInit, 0), (driver.cuDeviceGet, ctypes.byref(device), 0), (driver.cuDeviceGetUuid_v2, uuid, device)
+    return f"GPU-{UUID(bytes=uuid.raw)}" if not any(ask(*arguments) for ask, *arguments in asks) else ""
+
+
+class WrongDevice(Exception):
+    """This process does not compute on the GPU that Ray has given it."""
+
+
+class NewProcess:
+    """A process that tells which device a process of this environment gets.  It starts at once, and is asked later."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def compare(self) -> str:
+        """Returns the UUID of this process's device 0, or "" as :func:`device_uuid`.
+
+        Raises :class:`WrongDevice` if the new process has another one.
+        """
+        from elastic.protocol.events import ASKED_EARLY
+
+        try:
+            given = self._process.communicate(timeout=ANSWER_S)[0].strip()
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            given = self._process.communicate()[0].strip()
+        here = device_uuid()
+        if here and given and here != given:
+            raise WrongDevice(f"it computes on {here}, and Ray gave it {given}; {ASKED_EARLY}")
+        return here
+
+
+if __name__ == "__main__":
+    print(device_uuid())

@@ -1,0 +1,51 @@
+"""No process of a run asks CUDA's driver before it knows its GPU: the command, the coordinator, keepers, and processes that wait.
+
+CUDA's driver reads ``CUDA_VISIBLE_DEVICES`` once, and Ray sets it when it gives a waiting process to a worker.  torch 2.11 asks when its
+compiler is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from actors.cluster import COMPILER, PRELOADED
+from elastic.train.machine.gpus import NVML
+from tests.support.commands import ROOT, Command, user_job
+from tests.support.commands import user_package as package
+from tests.support.driver import Note, noted, notes
+
+ASKS = """
+import torch
+found = torch.cuda.is_available()  # as torch/_inductor/runtime/benchmarking.py of torch 2.11 does
+"""
+
+
+def asked(folder: Path, *imported: str, **environment: str) -> list[Note]:
+    """Trains on a cluster of its own whose waiting processes import a module that asks as torch's did, and what else is ``imported``."""
+    folder.mkdir()
+    package(folder, "driven")
+    user_job(folder, "driven", steps=2, workers={"min": 1, "max": 1})
+    (folder / "asks.py").write_text(ASKS)
+    site = noted(folder)["PYTHONPATH"]
+    command = Command(
+        folder,
+        *("train", "job.toml", "--address", "local"),
+        PYTHONPATH=os.pathsep.join((site, str(ROOT))),
+        RAY_preload_python_modules=",".join((*imported, "asks")),
+        **environment,
+    )
+    assert command.wait() == 0, command.text
+    return notes(folder)
+
+
+def test_nobody_asks_the_driver_before_a_worker_has_its_gpu(tmp_path: Path) -> None:
+    """Nobody may ask at all, since the job has no GPU.
+
+    In the control torch asks the driver, as it does by itself: the processes that wait are noticed.
+    """
+    assert asked(tmp_path / "run", PRELOADED, COMPILER) == []
+    waiting = asked(tmp_path / "control", **dict.fromkeys(NVML, "0"))
+    assert {Path(note.program).name for note in waiting} == {"default_worker.py"}
+    assert any("asks.py" in note.stack for note in waiting)
+    assert len({note.pid for note in waiting}) > 2, "the coordinator, the keeper and the worker"

@@ -1,0 +1,31 @@
+"""A world that a library refuses to form says so in the library's words, and is not tried six times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.commands import Command, user_job
+from tests.support.commands import user_package as package
+
+UNSET = """
+import os, sys
+
+class Unset(Walks):
+    def fingerprint(self):
+        if sys.argv[0].endswith("default_worker.py"):  # after the interface was chosen, and before a world forms
+            os.environ["GLOO_SOCKET_IFNAME"] = "eth77"
+        return super().fingerprint()
+"""
+
+
+def test_an_interface_that_is_not_there_ends_the_run_by_its_name(tmp_path: Path) -> None:
+    package(tmp_path, "unset")
+    with open(tmp_path / "unset" / "code.py", "a") as code:
+        code.write(UNSET)
+    quick = {"grow_debounce_s": 0.1}
+    user_job(tmp_path, "unset", data={"dataset": "unset.code:Unset"}, workers={"min": 1, "max": 1}, deadlines=quick)
+    command = Command(tmp_path, "train", "job.toml", "--address", "local")
+    assert command.wait() == 1, command.text
+    said = "cannot go on (setup: ifa != nullptr. Unable to find address for: eth77)"
+    assert command.text.count(said) == 2, command.text
+    assert "generation 3" not in command.text

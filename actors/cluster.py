@@ -101,7 +101,8 @@ def connect(
     if local:
         cores = usable_cores()
         if workers is not None and prepared(workers, cores):
-            os.environ.setdefault("RAY_preload_python_modules", f"{PRELOADED},{COMPILER}" if compiles else PRELOADED)
+            parts = "MIG" in os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU: torch asks the driver for them, not NVML
+            os.environ.setdefault("RAY_preload_python_modules", f"{PRELOADED},{COMPILER}" if compiles and not parts else PRELOADED)
         lasting = f"; --address auto trains on the one at {there}, of which it is a node" if (there := _lasting()) else ""
         tell(f"a Ray cluster starts on this machine, in {STARTS_S}{lasting}")
         options |= {"object_store_memory": 80 * 2**20, "num_cpus": max(SMALL, cores) if workers is None else wanted(workers)}
@@ -479,6 +480,11 @@ def _no_room(workers: Workers, room: int, free_by_node: Mapping[str, Mapping[str
     )
     need = f"{workers.cpus:g} CPU" + (f" and {workers.gpus} GPU" if workers.gpus else "")
     more = f"; and {len(total) - NODES_SHOWN} more nodes" if len(total) > NODES_SHOWN else ""
+    if workers.gpus and not any(node.get("Resources", {}).get("GPU") for node in total.values()):
+        return (
+            f"workers.gpus = {workers.gpus}, but no node of the cluster has a GPU that Ray sees ({have}{more}): add a node with GPUs, "
+            f"or set workers.gpus = 0 (and precision = 'fp32', compile = false and a small model, since that is slow)"
+        )
     return (
         f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; {have or 'no node has reported'}{more}): "
         f"wait for other jobs to end, add nodes, or lower workers.min{' or workers.cpus' if workers.cpus else ''}"

@@ -27,7 +27,7 @@ from actors.logs import EXAMINE_S
 from actors.processes import POLL_S, compiled_folder, end_on_sigterm, entered, log_file, started
 from actors.relay import Outbox, gone_for_good
 from elastic.errors import DataError, JobError, NoRoomYet
-from elastic.ids import WorkerId
+from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.protocol.events import Event, Joined, NodeRefused, StartFailed, Starting
@@ -101,9 +101,8 @@ class Worker:
         try:
             self._doing = "opens its data"
             self.job = self.code.restore(self.job)
-            new = gpus.NewProcess() if self.job.workers.gpus else None
+            uuid = gpus.checked_uuid() if self.job.workers.gpus else ""
             device = prepare_process(self.job, ray.util.get_node_ip_address())
-            uuid = new.compare() if new else ""
             session = make_session(self.job, self.counters)
             self._doing = "builds the model"
             model = build_model(self.job, session.builder)
@@ -115,7 +114,9 @@ class Worker:
             self._doing = "takes memory for copies and saves"
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least, shared)
             build = replace(build_of(session), host=cluster.host())
-        except (Unavailable, NoRoomYet, gpus.WrongDevice) as error:  # by the next start it may have a store, memory or its GPU
+        except gpus.WrongDevice as error:
+            return self._start_failed(str(error), misset=cluster.here())
+        except (Unavailable, NoRoomYet) as error:  # by the next start, the store may answer or the memory may be free
             return self._start_failed(str(error))
         except Exception as error:  # the process boundary: this node cannot do what the driver could
             traceback.print_exc()
@@ -181,9 +182,9 @@ class Worker:
         self.report(NodeRefused(node, why, isinstance(error, DataError), by_job))
         self._start_failed("its node is refused")  # which says why, once for all workers of the node
 
-    def _start_failed(self, why: str) -> None:
+    def _start_failed(self, why: str, misset: NodeId | None = None) -> None:
         """Reports it before ``train`` returns: afterwards the coordinator would count the process as gone, and ask for no reason."""
-        self.report(StartFailed(self.worker, why))
+        self.report(StartFailed(self.worker, why, misset))
         self.outbox.flush()
 
     def _end(self, trainer: Trainer) -> None:

@@ -68,6 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
+    items.sort(key=lambda item: item.path != here / "gpu" / "test_main_path.py")  # the user's way first, where there are GPUs
     for item in items:
         folder = item.path.relative_to(here).parts[:-1] if item.path.is_relative_to(here) else ("elsewhere",)
         if (not folder or folder[0] in FAST) and not item.get_closest_marker("full"):

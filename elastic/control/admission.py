@@ -83,9 +83,8 @@ def joined(decision: Decision, event: Joined) -> None:
         return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
     if (other := _on_its_device(run, event)) is not None:
         decision.do(Kill((event.worker,), "another worker has its device"))
-        decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)
         both = f"{_called(event.worker, event.node, event.build.host)} and {other} compute on one device ({event.device})"
-        return decision.say(f"{both}, so {event.worker} is replaced; {ASKED_EARLY}")
+        return replaced(decision, event.node, event.worker, f"{both}; {ASKED_EARLY}")
     latest = next(reversed(run.workers.values()), None) if run.workers else None
     newcomer = Worker(
         event.node,
@@ -155,6 +154,21 @@ def node_found(decision: Decision, node: NodeId) -> None:
     """Notes a new node.  A node whose keeper is started again is not new: its workers were members and stay members."""
     if node not in decision.run.cluster.nodes:
         decision.know("cluster", nodes={**decision.run.cluster.nodes, node: False})
+
+
+def replaced(decision: Decision, node: NodeId, worker: WorkerId, why: str, occasion: int = 0) -> None:
+    """Says that ``worker`` is replaced by a new process because of how its process is set up; the second time its node is refused.
+
+    ``occasion`` is the generation, if a world did not form: all that workers of the node say of one world count once.
+    """
+    known = (node, occasion or -membership.number_of(worker))
+    noted = tuple(dict.fromkeys((*decision.run.cluster.replaced, known)))
+    decision.know("cluster", replaced=noted)
+    decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)
+    if sum(each == node for each, _ in noted) > 1:
+        refuse_node(decision, node, why, by_job=True)
+    else:
+        decision.say(f"{worker} is replaced: {why}")
 
 
 def node_refused(decision: Decision, event: NodeRefused) -> None:

@@ -110,6 +110,8 @@ def _take(decision: Decision, event: Fact) -> None:
             membership.starting(decision, event)
         case StartFailed():
             membership.start_failed(decision, event)
+            if event.misset is not None:
+                admission.replaced(decision, event.misset, event.worker, event.reason)
         case NodeFound():
             admission.node_found(decision, event.node)
         case NodeRefused():

@@ -215,12 +215,12 @@ class Cluster:
     refused: dict[NodeId, Refusal] = field(default_factory=dict)
     keepers: tuple[NodeId, ...] = ()
     """The nodes whose keepers are up."""
-    slots: int = 0
-    """The number of workers that the cluster could still start, on nodes that are not refused."""
+    slots: int = 0  # the number of workers that the cluster could still start, on nodes that are not refused
     blamed: tuple[NodeId, ...] = ()
     """The nodes whose store is blamed for a failed forming, although every member was there, since the last world was formed."""
-    homes: dict[NodeId, Home] = field(default_factory=dict)
-    """The nodes from which workers have joined."""
+    replaced: tuple[tuple[NodeId, int], ...] = ()
+    """The nodes on which a process was replaced for how it is set up, each with the occasion (see ``admission.replaced``)."""
+    homes: dict[NodeId, Home] = field(default_factory=dict)  # the nodes from which workers have joined
     stays: dict[str, float] = field(default_factory=dict)
     """Expected stay in seconds of each host that has left before: see ``growth.py``."""
 

@@ -10,6 +10,8 @@ survivor holds is known from its answer.
 
 from __future__ import annotations
 
+import re
+
 from elastic.control import admission, commits, copy_inventory, edges, membership, saves
 from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
@@ -40,15 +42,13 @@ def stop_requested(decision: Decision, event: StopRequested) -> None:
 def broken(decision: Decision, event: Broken) -> None:
     """Notes that a member stands still.  The member must still answer the fence, because the last commit that it saw counts."""
     state = decision.run.state
-    untried = event.cause == "setup" and len(_without_state(decision)) == len(decision.plan.members)
-    job_error = _note_failure(decision, event) if event.cause in ("job", "device", "replicas") or untried else ""
+    again = event.cause == "setup" and not _newcomers(decision)  # all of them formed worlds before, and none is to be replaced
+    job_error = _note_failure(decision, event) if event.cause in ("job", "device", "replicas") or again else ""
     if event.cause == "replicas":
         job_error = event.detail  # whoever went on would choose one of them
     what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
-    if event.cause == "device" or untried:
+    if event.cause == "device":
         membership.unfit(decision, event.worker, what)
-    elif event.cause == "setup":
-        _refuse_newcomers(decision, event.worker, what)
     if event.cause == "damaged" and event.version is not None:
         saves.damaged(decision, event.version, f"{event.worker}: {event.detail}")
     if event.cause == "copy":
@@ -61,36 +61,52 @@ def broken(decision: Decision, event: Broken) -> None:
             give_up_the_boundary(decision)
     else:
         edges.stop(decision, cause, job_error=job_error)
+    if event.cause == "setup":
+        _replace_newcomer(decision, event, what)
 
 
-def _without_state(decision: Decision) -> tuple[WorkerId, ...]:
-    """Returns the living members that hold no state, so that no world with them has ever run."""
-    workers = decision.run.workers
-    return tuple(worker for worker in decision.plan.members if worker in workers and not workers[worker].holdings)
+def _newcomers(decision: Decision) -> tuple[WorkerId, ...]:
+    """Returns the members, dead or alive, that held no state when the plan was made, so that no world with them has ever run."""
+    held = {each.worker for each in decision.plan.holders}
+    held |= {worker for worker, known in decision.run.workers.items() if known.holdings}
+    return tuple(worker for worker in decision.plan.members if worker not in held)
 
 
-def _refuse_newcomers(decision: Decision, told: WorkerId, what: str) -> None:
-    """Leaves out the members that hold no state, because the library forms no world with them; ``told`` has said so.
+def _replace_newcomer(decision: Decision, event: Broken, what: str) -> None:
+    """Replaces a newcomer with which the library forms no world, as its process is set up.
 
-    The others formed worlds before, so they are not to blame, whoever of them reports it.  A node that has only newcomers is refused, so
-    that the next worker there does not cost another pause.
+    Members that formed worlds before stay, whatever NCCL tells them of a newcomer.  After a death nobody is to blame.
     """
-    run, newcomers = decision.run, _without_state(decision)
-    tried = {run.workers[worker].node for worker in decision.plan.members if worker in run.workers and worker not in newcomers}
-    for worker in newcomers:
-        membership.unfit(decision, worker, what)
-        if (node := run.workers[worker].node) not in tried:
-            admission.refuse_node(decision, node, f"with {worker} there no world forms, as {told} says: {what}")
+    run, state = decision.run, decision.run.state
+    assert isinstance(state, Stopping)
+    if event.worker in _newcomers(decision) and not (state.lost or state.expelled):
+        membership.unfit(decision, event.worker, what)
+        node = run.workers[event.worker].node
+        why = f"no world forms with {event.worker} on node {node[:8]}: {what}"
+        admission.replaced(decision, node, event.worker, why, event.generation)
 
 
 def _told(decision: Decision, event: Broken, what: str) -> str:
-    """Returns the sentence about a member that stands still: because of another one, or of an error, which others may have had before."""
+    """Returns the sentence about a member that stands still: because of another one, or of an error, which others may have had before.
+
+    The words of a library are told once, although they differ in numbers of ranks and ports; after a death they are not told at all.
+    """
     state, worker = decision.run.state, event.worker
+    if isinstance(state, Stopping) and event.cause in ("peer", "setup"):
+        words = what if event.cause == "setup" else event.signature
+        if not words or state.lost or state.expelled or _alike(words) in _alike(state.cause):
+            return f"{worker} waits meanwhile"
+        decision.amend(cause=f"{state.cause}; {worker}: {words}")
     if event.cause == "peer":
-        return f"{worker} waits meanwhile" if isinstance(state, Stopping) else f"{worker} waits, because its world broke (peer: {what})"
+        return f"{worker} waits, because its world broke (peer: {what})"
     before = [each.worker for each in decision.run.history.failures if (each.signature, each.step) == (event.signature, event.step)]
-    also = next((f", as {each} before it" for each in before if each != worker), "") if event.cause in ("job", "setup") else ""
+    also = next((f", as {each} before it" for each in before if each != worker), "") if event.cause == "job" else ""
     return f"{worker} cannot go on ({event.cause}: {what}){also}"
+
+
+def _alike(words: str) -> str:
+    """Returns ``words`` without numbers."""
+    return re.sub(r"\d+", "", words)
 
 
 def _note_failure(decision: Decision, event: Broken) -> str:

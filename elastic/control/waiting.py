@@ -31,7 +31,7 @@ def go_on(decision: Decision, state: Waiting) -> None:
         return
     if waited and not membership.get_further(decision, state.since + rules.wait_s):
         edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, state, there)}"))
-    elif not begun and _only_refused_are_left(decision, state):
+    elif (not begun or (run.history.last is None and not run.takeover.unread)) and _only_refused_are_left(decision, state):
         none, fault = "no node has room for a worker that can be a member", _of_job([*run.cluster.refused.values()])
         edges.end(decision, Failed(f"{fault}; {none}" if fault else f"{none}: {_have(decision, state, there)}", fault))
 

@@ -63,10 +63,14 @@ class Starting:
 
 @dataclass(frozen=True)
 class StartFailed:
-    """A worker that was asked for did not come up, so it never sent ``Joined``."""
+    """A worker that was asked for did not come up, so it never sent ``Joined``.
+
+    ``misset`` is its node if its process was set up in a way that a new process may mend.
+    """
 
     worker: WorkerId
     reason: str
+    misset: NodeId | None = None
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,7 @@ class Beat:
 class Broken:
     """A member cannot go on in ``generation`` and stands still; it is not fenced and has not left its groups.
 
-    cause "peer":    a collective failed;
+    cause "peer":    a collective failed (``signature``: the communication library's own words, if the world was being formed);
     cause "job":     the user's code raised an error (``signature``: exception type and user frame);
     cause "device":  its process cannot use its device, or its state in files, and is to be replaced (``signature``: the error);
     cause "setup":   the communication library refuses to form a world as this process is set up, so the process is to be replaced

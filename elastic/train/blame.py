@@ -31,6 +31,7 @@ COLLECTIVES, SPLIT_TENSORS = "/torch/distributed/distributed_c10d.py", "/torch/d
 
 REFUSALS = {
     "ncclInvalidUsage": "NCCL refuses to form a world as this process is set up (invalid usage)",
+    "ncclInvalidArgument": "NCCL refuses to form a world as this process is set up (invalid argument)",
     "no socket interface found": "NCCL finds no network interface",
     "Unable to find address for": "gloo finds no network interface",
 }
@@ -54,9 +55,9 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
     """Returns (cause of ``Broken``, signature) of the error that stopped a generation here.
 
     ``ask_device`` is :func:`touch` for this worker's device.  A failed collective is a peer's doing; the place where the exception was
-    raised tells it from an error in the user's code (:func:`in_a_collective`).  ``forming`` means that no step had begun and nothing was
-    aborted: if memory is short then, earlier worlds may have left some behind, and a new process has it; and if the communication library
-    refuses, no peer is to blame.
+    raised tells it from an error in the user's code (:func:`in_a_collective`).  ``forming`` means that no step had begun: if memory is
+    short then, earlier worlds may have left some behind, and a new process has it; and the words of a communication library are the
+    signature.  If it refuses, no peer is to blame.
     """
     if isinstance(error, FencedOff):
         return "lease", ""
@@ -76,7 +77,8 @@ def classify(error: Exception, ask_device: Callable[[], None], *, forming: bool 
         return "copy", error.keeper
     if isinstance(error, StorageError | BadRecord | WorldBroken | dist.DistError) or in_a_collective(error):
         refused = next((meaning for words, meaning in REFUSALS.items() if words in str(error)), "") if forming else ""
-        return ("setup", refused) if refused else ("peer", "")
+        ours = isinstance(error, ElasticError | StorageError | BadRecord)
+        return ("setup", refused) if refused else ("peer", in_its_words(error) if forming and not ours else "")
     return "job", _signature(error)
 
 
@@ -94,24 +96,26 @@ def in_a_collective(error: Exception) -> bool:
     return not (wrapping or refused or SPLIT_TENSORS in last)
 
 
-def plainly(error: Exception, *, forming: bool = False) -> str:
+def plainly(error: Exception, *, words: str = "") -> str:
     """Returns what happened, for an error that is not the user's.
 
-    The words of a communication library are left to the log, because after a death they say no more than this does.  Of a world that is
-    ``forming`` they are told, too: there they may be all that anybody knows.
+    The ``words`` of a communication library are told of a world that was being formed, where they may be all that anybody knows.  After a
+    death they say no more than this does, and are left to the log.
     """
     if isinstance(error, ElasticError | StorageError | BadRecord):
         return str(error)
     happened = "the connection to another member broke, or that member does not answer"
-    if words := in_its_words(error) if forming else "":
-        return f"{happened}; the library says: {words}"
-    return f"{happened}; this worker's log has the library's own words"
+    return f"{happened}; the library says: {words}" if words else f"{happened}; this worker's log has the library's own words"
 
 
 def in_its_words(error: Exception) -> str:
-    """Returns the last line of what a communication library says, without the places in its source."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return SOURCE.sub("", lines[-1])[:WORDS] if lines else ""
+    """Returns the line in which a communication library says what happened, without places in its source.
+
+    That is what follows "Last error:" in a message of NCCL, if anything does, or the line with the name of NCCL's error.
+    """
+    lines = [line.strip() for line in str(error).partition("Exception raised from")[0].splitlines()]
+    said = [line for line in lines if line and line != "Last error:"]
+    return SOURCE.sub("", said[-1])[:WORDS] if said else ""
 
 
 def _signature(error: Exception) -> str:

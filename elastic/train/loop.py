@@ -145,7 +145,7 @@ class Trainer(Controlled):
         except Leave:
             raise
         except Exception as error:  # a boundary: the coordinator is told, and decides
-            self._tell(plan, error, forming=state is None and (self.world is None or not self.world.aborted.is_set()))
+            self._tell(plan, error, forming=state is None)
         while not isinstance(order, Settled):
             order = self._await(plan.generation, Settled)
         if state is not None:
@@ -321,15 +321,17 @@ class Trainer(Controlled):
             return
         tell_of_reads(error)
         cause, signature = classify(error, partial(touch, self.device), forming=forming)
+        if forming and self.world is not None and self.world.aborted.is_set() and cause in ("peer", "setup"):
+            cause, signature = "peer", ""  # a library may say anything of a group that was aborted
         trace = "".join(traceback.format_exception(error))
         at = f"{self.session.computing}\n" if self.session.computing else ""
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)
-        detail = f"{at}{trace}" if cause in ("job", "device", "setup", "replicas") else plainly(error, forming=forming)
+        detail = f"{at}{trace}" if cause in ("job", "device", "setup", "replicas") else plainly(error, words=signature)
         if cause == "setup":
             detail += in_its_words(error)
         version = plan.version if cause == "damaged" else None
-        step = self.session.counters["step"] + 1
+        step = max(self.session.counters["step"], plan.version.step) + 1
         self._say(Broken(self.worker, plan.generation, step, cause, detail, signature, version))
         if cause == "device":
             with self.apply_fence as member:

@@ -27,13 +27,12 @@ def asked(folder: Path, *imported: str, **environment: str) -> list[Note]:
     package(folder, "driven")
     user_job(folder, "driven", steps=2, workers={"min": 1, "max": 1})
     (folder / "asks.py").write_text(ASKS)
-    site = noted(folder)["PYTHONPATH"]
+    notes_of = noted(folder)
     command = Command(
         folder,
         *("train", "job.toml", "--address", "local"),
-        PYTHONPATH=os.pathsep.join((site, str(ROOT))),
         RAY_preload_python_modules=",".join((*imported, "asks")),
-        **environment,
+        **notes_of | {"PYTHONPATH": os.pathsep.join((notes_of["PYTHONPATH"], str(ROOT)))} | environment,
     )
     assert command.wait() == 0, command.text
     return notes(folder)

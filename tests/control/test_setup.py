@@ -1,10 +1,10 @@
-"""Workers that cannot be in one world, as the library or their devices say, are replaced; the same world is not tried again and again."""
+"""Workers that cannot be in one world, as the library or their devices say, are replaced; the second time their node is refused."""
 
 from __future__ import annotations
 
 import pytest
 
-from elastic.control.run import Failed, Forming
+from elastic.control.run import Failed, Forming, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill, StartWorkers
@@ -12,62 +12,146 @@ from tests.control.play import CLASSES, Play, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
 REFUSES = "NCCL refuses to form a world as this process is set up (invalid usage)"
-WORDS = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"
-SETUP = ("setup", f"Traceback ...\nDistBackendError: NCCL error\n{WORDS}", REFUSES)
+WORDS = "Duplicate GPU detected : rank {} and rank {} both on CUDA device 60"
+
+
+def setup(mine: int = 1, other: int = 0) -> tuple[str, str, str]:
+    return "setup", f"Traceback ...\nDistBackendError: NCCL error\n{WORDS.format(mine, other)}", REFUSES
+
+
+def grown(play: Play, *nodes: str) -> Play:
+    """Workers join a run that steps, one on each of ``nodes``, and the world that they form begins."""
+    play.later(3)
+    play.tell(ev.Capacity(len(nodes)))
+    for worker, node in zip(sorted(play.run.members.starting, key=lambda each: int(each[1:])), nodes, strict=True):
+        play.tell(ev.KeeperUp(NodeId(node)))
+        play.tell(ev.Joined(worker, NodeId(node), "cpu", CLASSES))
+    play.later(3)
+    for worker in play.pending:
+        play.answer(worker, play.run.version)
+    play.here(*play.plan.members)
+    return play
+
+
+def stopped(play: Play) -> None:
+    """All members answer the fence."""
+    for worker in play.pending:
+        play.answer(worker, play.run.version if play.run.version.step else None)
 
 
 def test_a_world_that_the_library_refuses_is_tried_once_more_with_new_processes() -> None:
-    """The words are told with each worker; the second refusal ends the run, with the traceback.  Two deaths in the control do not."""
+    """The words are told once for each world, and the second refusal ends the run with them.  Two deaths in the control do not."""
     play = started(2)
     play.here("w1", "w2")
-    assert play.broken("w1", *SETUP) == f"w1 cannot go on (setup: {WORDS}): stop generation 1 of 2 workers"
-    assert play.broken("w2", *SETUP) == f"w2 cannot go on (setup: {WORDS}), as w1 before it"
-    play.answer("w1", None)
-    play.answer("w2", None)
+    words = WORDS.format(1, 0)
+    assert play.broken("w1", *setup()) == (
+        f"w1 cannot go on (setup: {words}): stop generation 1 of 2 workers; w1 is replaced: no world forms with w1 on node n1: {words}"
+    )
+    assert play.broken("w2", *setup(0, 1)).startswith("w2 waits meanwhile; w2 is replaced: no world forms with w2 on node n2")
+    stopped(play)
     assert {each for kill in play.did(Kill) for each in kill.workers} == {"w1", "w2"}
     play.tell(ev.Capacity(2))
     play.later(3)
     play.join("w3", "w4")
     assert isinstance(play.run.state, Forming) and play.plan.members == ("w3", "w4")
     play.here("w3", "w4")
-    play.broken("w4", *SETUP)
-    play.answer("w3", None)
-    play.answer("w4", None)
-    assert isinstance(play.run.state, Failed) and play.run.state.job_error.endswith(WORDS)
-    assert play.run.state.reason == f"job error: {REFUSES} at step 1, again on w1, w2 and w4", "not after six generations"
+    play.broken("w3", *setup())
+    play.broken("w4", *setup(0, 1))
+    assert play.run.cluster.refused.keys() == {"n1", "n2"}
+    stopped(play)
+    play.tell(ev.Capacity(0))
+    play.later(play.rules.refused_s + 1)
+    assert isinstance(play.run.state, Failed) and play.generation == 2, "not after six generations"
+    assert words in play.run.state.reason and play.run.state.job_error
 
     control = started(2)
     for _ in range(2):
         control.here(*control.plan.members)
         control.broken("w1")
-        control.answer("w1", None)
-        control.answer("w2", None)
-    assert isinstance(control.run.state, Forming) and control.plan.members == ("w1", "w2")
+        stopped(control)
+    assert isinstance(control.run.state, Forming) and control.plan.members == ("w1", "w2") and not control.run.cluster.replaced
+
+
+def test_one_node_that_is_set_up_in_another_way_does_not_end_a_run() -> None:
+    """Only who says so is replaced, and then only its node is refused."""
+    play = started(2)
+    play.here("w1", "w2")
+    play.broken("w2", *setup())
+    stopped(play)
+    reformed(play).step(1)
+    grown(play, "n2")
+    play.broken("w3", *setup())
+    stopped(play)
+    assert play.run.cluster.refused.keys() == {"n2"} and play.plan.members == ("w1",)
 
 
 @pytest.mark.parametrize("teller", ["w1", "w3"])
 def test_members_that_have_trained_are_not_replaced_for_a_newcomer(teller: str) -> None:
-    """NCCL tells all members of a version that differs.  The newcomer's node is refused, so it costs one pause, and the step is kept."""
+    """NCCL tells all members of a version that differs.  The run keeps its steps, and no failure of the job is counted."""
     play = stepping(2)
     play.steps(1, 3)
     play.lose("w2")
     play.answer("w1", Version(3, 1))
     reformed(play)
     play.steps(4, 5)
-    play.tell(ev.Capacity(1))
-    play.later(3)
-    play.tell(ev.KeeperUp(NodeId("n3")))
-    play.tell(ev.Joined(WorkerId("w3"), NodeId("n3"), "cpu", CLASSES))
-    play.later(3)
-    play.answer("w1", Version(5, 2))
+    grown(play, "n3")
     assert play.plan.members == ("w1", "w3")
-    play.here("w1", "w3")
-    play.broken(teller, *SETUP)
-    play.answer("w3", None)
-    play.answer("w1", Version(5, 2))
-    assert play.plan.members == ("w1",) and play.plan.version == Version(5, 2) and play.run.cluster.refused.keys() == {"n3"}
-    assert play.run.history.failures == (), "it is no error of the job"
-    assert WORDS in play.run.cluster.refused[NodeId("n3")].why
+    play.broken(teller, *setup())
+    stopped(play)
+    assert not play.run.history.failures and "w1" in play.run.workers and not play.run.cluster.refused
+    assert (play.run.workers.keys() == {"w1"}) == (teller == "w3")
+    assert play.run.version == Version(5, 2)
+
+
+def test_a_newcomers_node_costs_two_pauses_at_most() -> None:
+    """The run trains between them, so the count does not end with a commit."""
+    play = stepping(2)
+    play.steps(1, 3)
+    play.lose("w2")
+    play.answer("w1", Version(3, 1))
+    reformed(play).step(4)
+    for pause in (1, 2):
+        grown(play, "n2")
+        play.broken(play.plan.members[-1], *setup())
+        stopped(play)
+        reformed(play)
+        play.step(play.run.step + 1)
+        assert play.plan.members == ("w1",) and play.run.cluster.refused.keys() == ({"n2"} if pause == 2 else set())
+
+
+def test_after_a_death_nobody_is_blamed() -> None:
+    play = started(2)
+    play.here("w1", "w2")
+    play.lose("w2")
+    assert isinstance(play.run.state, Stopping)
+    assert play.broken("w1", *setup()) == "w1 waits meanwhile"
+    assert not play.run.cluster.replaced and not play.run.workers[WorkerId("w1")].unfit
+
+
+def test_survivors_that_a_library_refuses_are_tried_once_more() -> None:
+    """All have formed worlds before, so none is replaced; the same refusal on the other one ends the run."""
+    play = stepping(2)
+    play.steps(1, 3)
+    for worker in ("w1", "w2"):
+        play.broken(worker)
+        stopped(play)
+        play.here("w1", "w2")
+        play.broken(worker, *setup())
+        stopped(play)
+        if worker == "w1":
+            reformed(play)
+    assert isinstance(play.run.state, Failed) and REFUSES in play.run.state.reason
+
+
+def test_the_words_of_a_library_are_told_once() -> None:
+    """They differ in ports.  The first member says nothing of its library; the first that does is told, and ends the sentence."""
+    play, words = started(3), "socketPollConnect: connect to 10.0.0.7<{}> failed"
+    play.here("w1", "w2", "w3")
+    assert play.broken("w1") == "w1 waits, because its world broke (peer: connection closed): stop generation 1 of 3 workers"
+    said = play.broken("w2", "peer", f"it broke; the library says: {words.format(41)}", words.format(41))
+    assert said == f"w2 waits, because its world broke (peer: it broke; the library says: {words.format(41)})"
+    assert play.broken("w3", "peer", f"it broke; the library says: {words.format(42)}", words.format(42)) == "w3 waits meanwhile"
+    assert isinstance(play.run.state, Stopping) and play.run.state.cause.endswith(f"; w2: {words.format(41)}")
 
 
 def of(worker: str, node: str, device: str) -> ev.Joined:
@@ -75,19 +159,32 @@ def of(worker: str, node: str, device: str) -> ev.Joined:
 
 
 def test_of_two_workers_on_one_gpu_the_newcomer_is_replaced() -> None:
-    """The controls: the same device on another node (a driver may name parts of it alike), another device, and no device."""
+    """The second time the node gets no more workers.  The controls: the same device on another node, another device, and none."""
     play = Play(rules(max_workers=5))
     play.tell(ev.KeeperUp(NodeId("n1")))
     play.tell(ev.KeeperUp(NodeId("n2")))
     play.tell(ev.Capacity(5))
     play.tell(of("w1", "n1", "GPU-a"))
     said = play.tell(of("w2", "n1", "GPU-a"))
-    assert said.startswith("w2 on node n1 and w1 compute on one device (GPU-a), so w2 is replaced; a process keeps the GPUs that it saw")
+    assert said.startswith("w2 is replaced: w2 on node n1 and w1 compute on one device (GPU-a); a process keeps the GPUs that it saw")
     assert play.did(Kill) == [Kill((WorkerId("w2"),), "another worker has its device")] and play.run.workers.keys() == {"w1"}
+    for joined in (of("w3", "n2", "GPU-a"), of("w4", "n1", "GPU-b"), of("w5", "n1", "")):
+        play.tell(joined)
+    assert play.run.workers.keys() == {"w1", "w3", "w4", "w5"}
     play.tell(ev.Capacity(1))
     assert not play.did(StartWorkers), "not at once"
     play.later(3)
     assert [each.workers for each in play.did(StartWorkers)] == [("w6",)]
-    for joined in (of("w3", "n2", "GPU-a"), of("w4", "n1", "GPU-b"), of("w5", "n1", ""), of("w6", "n1", "")):
-        play.tell(joined)
-    assert play.run.workers.keys() == {"w1", "w3", "w4", "w5", "w6"}
+    play.tell(of("w6", "n1", "GPU-b"))
+    assert play.run.cluster.refused.keys() == {"n1"} and play.run.workers.keys() == {"w1", "w3", "w4", "w5"}
+
+
+def test_a_process_on_the_wrong_gpu_is_replaced_and_then_its_node_is_refused() -> None:
+    play = Play(rules(max_workers=2))
+    play.tell(ev.KeeperUp(NodeId("n1")))
+    for worker, refused in (("w1", False), ("w2", False), ("w3", True)):
+        play.tell(ev.Capacity(1))
+        play.later(3)
+        misset = NodeId("n1") if worker != "w2" else None  # whatever else stopped it is not counted
+        play.tell(ev.StartFailed(WorkerId(worker), "it computes on GPU-a, and Ray gave it GPU-b", misset))
+        assert bool(play.run.cluster.refused) == refused

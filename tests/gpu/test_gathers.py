@@ -104,7 +104,9 @@ def test_b12_b13_weights_come_and_gradients_go_while_blocks_compute(gpus: Ranks,
     """
     kernels, losses = gpus.run(PAIR, traced, toy_job(tmp_path / "apart", **LARGE), True)[0]
     come, go = overlapped(kernels, "AllGather"), overlapped(kernels, "ReduceScatter")
-    print(f"overlapped: {sum(come) / len(come):.2f} of the time of gathers, {sum(go) / len(go):.2f} of that of sums; busy {busy(kernels):.2f}")
+    print(
+        f"overlapped: {sum(come) / len(come):.2f} of the time of gathers, {sum(go) / len(go):.2f} of that of sums; busy {busy(kernels):.2f}"
+    )
     assert busy(kernels) > 0.9, "else the host is measured"
     rounds = 2
     assert len(come) == LAYERS + 1 and min(come[-3:]) > 0.9
@@ -135,7 +137,7 @@ def test_b13_a_profile_says_how_much_was_hidden(gpus: Ranks, tmp_path: Path) -> 
     assert len(found) == 2 and nothing == []
     assert min(found) > 0
     (control,), _ = gpus.run(PAIR, told, toy_job(tmp_path / "control", profile="2-3", **LARGE), False)
-    assert control.count("collectives took") == control.count("ms, 0% of it hidden under computing") == 2
+    assert re.findall(r"collectives took \S+ ms, (\d+)% of it hidden under computing", control) == ["0", "0"]
 
 
 def waits(world: World, job: Job, ends: bool) -> str:

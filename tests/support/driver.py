@@ -37,8 +37,6 @@ class Library(ctypes.CDLL):
     def __new__(cls, name=None, *arguments, **options):
         if name == "libnvidia-ml.so.1":
             return Nvml()
-        if name and "libcuda.so" in str(name):
-            note()
         return super().__new__(cls)
 
 class Finder:
@@ -58,11 +56,18 @@ sys.meta_path.insert(0, Finder)
 """
 
 _LIBRARY = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 static int first = -1;
 int cuInit(unsigned flags) {
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    const char *notes = getenv("DRIVER_NOTES");
+    FILE *file = notes ? fopen(notes, "a") : NULL;
+    if (file) { fprintf(file, "%d\\t%s\\tcuInit\\n", getpid(), program_invocation_name); fclose(file); }
     if (first < 0) first = visible ? atoi(visible) : 0;
     return first < 2 ? 0 : 100;
 }
@@ -80,9 +85,10 @@ class Note(NamedTuple):
 
 
 def noted(folder: Path) -> dict[str, str]:
-    """Returns the environment in which processes note in ``folder`` what they ask the driver."""
-    (folder / "sitecustomize.py").write_text(f"NOTES = {str(folder / 'notes')!r}\n{_SITE}")
-    return {"PYTHONPATH": str(folder)}
+    """Returns the environment in which processes note in ``folder`` what they ask the driver, by torch or by its library."""
+    place = str(folder / "notes")
+    (folder / "sitecustomize.py").write_text(f"NOTES = {place!r}\n{_SITE}")
+    return {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(library(folder)), "DRIVER_NOTES": place}
 
 
 def notes(folder: Path) -> list[Note]:

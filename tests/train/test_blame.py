@@ -117,14 +117,17 @@ def test_a_library_that_refuses_to_form_a_world_blames_no_peer(error: Exception)
     assert cause == "setup" and signature and not re.search(r"\d", signature), "the same again, whatever rank says it"
     assert in_its_words(error) in (DUPLICATE.splitlines()[-1], UNFOUND)
     assert classify(raised(error), fine) == ("peer", "")
-    assert classify(raised(dist.DistBackendError(NCCL)), fine, forming=True) == ("peer", "")
+    assert classify(raised(dist.DistBackendError(NCCL)), fine, forming=True) == ("peer", NCCL.splitlines()[-1])
+    assert in_its_words(
+        dist.DistBackendError("NCCL error\nncclSystemError: A call failed.\nLast error:\n\nException raised from f\nframe #0: x")
+    ) == ("ncclSystemError: A call failed.")
 
 
 def test_the_words_of_a_library_are_told_of_a_world_that_forms() -> None:
     """They say what happened, and not where in its source.  The control: of a world that steps they are in the log."""
-    assert plainly(GLOO, forming=True).endswith("; the library says: Connection closed by peer [127.0.0.1]:24116")
+    assert plainly(GLOO, words=in_its_words(GLOO)).endswith("; the library says: Connection closed by peer [127.0.0.1]:24116")
     assert "Connection closed" not in plainly(GLOO)
-    assert plainly(WorldBroken("generation 3 is aborted"), forming=True) == "generation 3 is aborted"
+    assert classify(raised(WorldBroken("generation 3 is aborted")), fine, forming=True) == ("peer", "")
 
 
 def test_a_cpu_is_never_lost() -> None:

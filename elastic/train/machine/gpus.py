@@ -39,30 +39,25 @@ class WrongDevice(Exception):
     """This process does not compute on the GPU that Ray has given it."""
 
 
-class NewProcess:
-    """A process that tells which device a process of this environment gets.  It starts at once, and is asked later."""
+def checked_uuid() -> str:
+    """Returns the UUID of this process's device 0, or "" as :func:`device_uuid`.  It makes no context on the device.
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+    Raises :class:`WrongDevice` if a new process gets another one.
+    """
+    from elastic.protocol.events import ASKED_EARLY
 
-    def compare(self) -> str:
-        """Returns the UUID of this process's device 0, or "" as :func:`device_uuid`.
-
-        Raises :class:`WrongDevice` if the new process has another one.
-        """
-        from elastic.protocol.events import ASKED_EARLY
-
-        try:
-            given = self._process.communicate(timeout=ANSWER_S)[0].strip()
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            given = self._process.communicate()[0].strip()
-        here = device_uuid()
-        if here and given and here != given:
-            raise WrongDevice(f"it computes on {here}, and Ray gave it {given}; {ASKED_EARLY}")
-        return here
+    new = subprocess.Popen([sys.executable, "-I", "-S", __file__], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    here = device_uuid()  # meanwhile
+    try:
+        given = new.communicate(timeout=ANSWER_S)[0].strip()
+    except subprocess.TimeoutExpired:
+        new.kill()
+        given = new.communicate()[0].strip()
+    if not given and here:
+        print(f"a new process did not find the device {here}, so nobody knows whether it is the one that Ray gave", flush=True)
+    if given and here != given:
+        raise WrongDevice(f"it computes on {here or 'no GPU'}, and Ray gave it {given}; {ASKED_EARLY}")
+    return here
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def choose(wanted: str, address: str, *, gpu: bool = False) -> None:
     there = [name for _, name in socket.if_nameindex()]
     if wanted != "auto" and wanted not in there:
         missing = f"network.interface = {wanted!r} does not exist on this node, which has {', '.join(there)}"
-        raise JobError(f"{missing}; name one that every node has, or leave the setting out")
+        one = "one exact name, not a list or a pattern of NCCL" if set(wanted) & set(",=^") else "one"
+        raise JobError(f"{missing}; name {one} that every node has, or leave the setting out")
     value = os.environ.get(SOCKETS[gpu], "")
     if wanted == "auto" and value and not (_nccl_finds if gpu else _gloo_finds)(value, there):
         raise JobError(

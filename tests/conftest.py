@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.capabilities import RESULTS
+from tests.support.durations import longest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Torch computes with one thread in this process too, as in workers.  Two threads that wait for each other by spinning, while other
@@ -25,7 +26,10 @@ MUST = "must_run_in_ci"
 settings.register_profile("elastic", deadline=None, derandomize=True)  # a red test is red again the next time
 settings.load_profile("elastic")
 
+DURATIONS = "elastic/durations"
+"""Key of pytest's cache under which the seconds of each test of the last run are, set-up and end included.  No test fails by a time."""
 _outcomes = pytest.StashKey[dict[str, str]]()
+_seconds = pytest.StashKey[dict[str, float]]()
 _skipped = pytest.StashKey[list[str]]()
 _status = pytest.StashKey[int]()
 
@@ -76,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_outcomes], config.stash[_skipped] = {}, []
+    config.stash[_outcomes], config.stash[_skipped], config.stash[_seconds] = {}, [], {}
     config.pluginmanager.register(Results(config))
     if sys.dont_write_bytecode and not _distributed(config):
         _compile()
@@ -99,7 +103,8 @@ class Results:
         self.config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        nodeid = report.nodeid
+        nodeid, seconds = report.nodeid, self.config.stash[_seconds]
+        seconds[nodeid] = seconds.get(nodeid, 0.0) + report.duration
         outcomes = self.config.stash[_outcomes]
         if (report.when == "call" or report.outcome != "passed") and outcomes.get(nodeid) != "failed":  # a crashed test is run once more
             outcomes[nodeid] = report.outcome
@@ -128,6 +133,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     cache = getattr(config, "cache", None)  # absent under -p no:cacheprovider
     if cache is not None:
         cache.set(RESULTS, {**cache.get(RESULTS, {}), **config.stash[_outcomes]})
+        cache.set(DURATIONS, {nodeid: round(seconds, 3) for nodeid, seconds in config.stash[_seconds].items()})
     config.stash[_skipped] += _skipped_whole(config)
     if config.stash[_skipped] and os.environ.get("CI"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -135,6 +141,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    seconds = terminalreporter.config.stash[_seconds]
+    if terminalreporter.config.args_source is pytest.Config.ArgsSource.TESTPATHS and seconds:
+        terminalreporter.section(f"where the time went: {sum(seconds.values()) / 60:.1f} process-minutes, set-up and end included")
+        terminalreporter.write("\n".join((*longest(seconds, 2), "", *longest(seconds, 3), "")))
     for nodeid in terminalreporter.config.stash[_skipped]:
         terminalreporter.write_line(f"SKIPPED, BUT MUST RUN IN CI: {nodeid}", red=True)
 

@@ -99,10 +99,11 @@ class Worker:
         from storage.objects import ObjectStore
 
         try:
-            self._doing = "opens its data"
             self.job = self.code.restore(self.job)
+            self._doing = "asks for its GPU"
             uuid = gpus.checked_uuid() if self.job.workers.gpus else ""
             device = prepare_process(self.job, ray.util.get_node_ip_address())
+            self._doing = "opens its data"
             session = make_session(self.job, self.counters)
             self._doing = "builds the model"
             model = build_model(self.job, session.builder)
@@ -135,8 +136,7 @@ class Worker:
             go_or_end(self._keep_lease, "lease")
             least = fitting_shard(session.job, tensors, device, took)
         except JobError as error:
-            self._cannot_start(error)
-            return
+            return self._cannot_start(error)
         whole = fitting_whole(session.job, tensors, device, took)
         self._joined = Joined(self.worker, cluster.here(), kind, classes, build, bytes_by_class(tensors), least, states, whole, uuid)
         self.report(self._joined)

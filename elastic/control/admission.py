@@ -8,7 +8,7 @@ not fit is refused together with the worker.
 from __future__ import annotations
 
 from elastic.control import growth, membership
-from elastic.control.decision import Decision
+from elastic.control.decision import Decision, names
 from elastic.control.run import Home, Refusal, RunState, Stopping, Worker
 from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import same_classes
@@ -16,6 +16,8 @@ from elastic.protocol.actions import Kill
 from elastic.protocol.builds import difference
 from elastic.protocol.events import ASKED_EARLY, Broken, Event, Fenced, Here, Joined, NodeRefused, Ready, Renewed, StepDone
 
+ANY_NODE = NodeId("")
+"""Stands for all nodes in ``Cluster.replaced``: a world did not form, as a member says that has been in worlds before."""
 OfAGeneration = Here | Ready | StepDone | Renewed | Broken | Fenced
 
 # ---- events
@@ -83,8 +85,9 @@ def joined(decision: Decision, event: Joined) -> None:
         return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
     if (other := _on_its_device(run, event)) is not None:
         decision.do(Kill((event.worker,), "another worker has its device"))
-        both = f"{_called(event.worker, event.node, event.build.host)} and {other} compute on one device ({event.device})"
-        return replaced(decision, event.node, event.worker, f"{both}; {ASKED_EARLY}")
+        both = f"{_called(event.worker, event.node, event.build.host)} and {other} compute on one device ({event.device}); {ASKED_EARLY}"
+        decision.say(both)
+        return replaced(decision, event.node, (event.worker,), both)
     latest = next(reversed(run.workers.values()), None) if run.workers else None
     newcomer = Worker(
         event.node,
@@ -156,19 +159,27 @@ def node_found(decision: Decision, node: NodeId) -> None:
         decision.know("cluster", nodes={**decision.run.cluster.nodes, node: False})
 
 
-def replaced(decision: Decision, node: NodeId, worker: WorkerId, why: str, occasion: int = 0) -> None:
-    """Says that ``worker`` is replaced by a new process because of how its process is set up; the second time its node is refused.
+def note(decision: Decision, node: NodeId, occasion: int) -> None:
+    """Notes an occasion on which processes of the node were replaced, once."""
+    if (node, occasion) not in decision.run.cluster.replaced:
+        decision.know("cluster", replaced=(*decision.run.cluster.replaced, (node, occasion)))
 
-    ``occasion`` is the generation, if a world did not form: all that workers of the node say of one world count once.
+
+def replaced(decision: Decision, node: NodeId, workers: tuple[WorkerId, ...], why: str, generation: int = 0) -> None:
+    """Says that ``workers`` are replaced by new processes because of how theirs are set up; the second time their node is refused.
+
+    All that happens in one ``generation`` counts once; so do, if no world had to form for it, all workers that were asked for before the
+    first of them was replaced.
     """
-    known = (node, occasion or -membership.number_of(worker))
-    noted = tuple(dict.fromkeys((*decision.run.cluster.replaced, known)))
-    decision.know("cluster", replaced=noted)
+    rounds = [-each for known, each in decision.run.cluster.replaced if known == node and each < 0]
+    if not generation and rounds and membership.number_of(workers[0]) < max(rounds):
+        generation = -max(rounds)
+    note(decision, node, generation or -decision.run.members.next_worker)
     decision.know("members", start_after=decision.now + decision.rules.grow_debounce_s)
-    if sum(each == node for each, _ in noted) > 1:
+    if sum(known == node for known, _ in decision.run.cluster.replaced) > 1:
         refuse_node(decision, node, why, by_job=True)
     else:
-        decision.say(f"{worker} is replaced: {why}")
+        decision.say(f"{names(workers)} {'is' if len(workers) == 1 else 'are'} replaced")
 
 
 def node_refused(decision: Decision, event: NodeRefused) -> None:

@@ -109,9 +109,10 @@ def _take(decision: Decision, event: Fact) -> None:
         case Starting():
             membership.starting(decision, event)
         case StartFailed():
+            asked = event.worker in decision.run.members.starting
             membership.start_failed(decision, event)
-            if event.misset is not None:
-                admission.replaced(decision, event.misset, event.worker, event.reason)
+            if asked and event.misset is not None:
+                admission.replaced(decision, event.misset, (event.worker,), f"{event.worker} did not start: {event.reason}")
         case NodeFound():
             admission.node_found(decision, event.node)
         case NodeRefused():

@@ -10,8 +10,6 @@ survivor holds is known from its answer.
 
 from __future__ import annotations
 
-import re
-
 from elastic.control import admission, commits, copy_inventory, edges, membership, saves
 from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
@@ -24,6 +22,9 @@ from elastic.protocol.plan import Plan
 
 LONGER = 1.5
 """Factor of ``silence_s``: a node without a beat for that long is given up if only its answers to the fence are missing."""
+
+SAYS = (": its library says: ", "; the library says: ", "(setup: ")
+"""Parts of the cause of a stop by which it is known that the words of a library are in it."""
 
 # ---- why a world stops
 
@@ -42,8 +43,8 @@ def stop_requested(decision: Decision, event: StopRequested) -> None:
 def broken(decision: Decision, event: Broken) -> None:
     """Notes that a member stands still.  The member must still answer the fence, because the last commit that it saw counts."""
     state = decision.run.state
-    again = event.cause == "setup" and not _newcomers(decision)  # all of them formed worlds before, and none is to be replaced
-    job_error = _note_failure(decision, event) if event.cause in ("job", "device", "replicas") or again else ""
+    blamed = _blamed(decision, event) if event.cause == "setup" else None
+    job_error = _note_failure(decision, event) if event.cause in ("job", "device", "replicas") or blamed == () else ""
     if event.cause == "replicas":
         job_error = event.detail  # whoever went on would choose one of them
     what = event.signature if event.cause == "device" else event.detail.strip().rpartition("\n")[2]
@@ -61,52 +62,57 @@ def broken(decision: Decision, event: Broken) -> None:
             give_up_the_boundary(decision)
     else:
         edges.stop(decision, cause, job_error=job_error)
-    if event.cause == "setup":
-        _replace_newcomer(decision, event, what)
+    if blamed:
+        _replace(decision, event, blamed, what)
 
 
-def _newcomers(decision: Decision) -> tuple[WorkerId, ...]:
-    """Returns the members, dead or alive, that held no state when the plan was made, so that no world with them has ever run."""
-    held = {each.worker for each in decision.plan.holders}
-    held |= {worker for worker, known in decision.run.workers.items() if known.holdings}
-    return tuple(worker for worker in decision.plan.members if worker not in held)
+def _blamed(decision: Decision, event: Broken) -> tuple[WorkerId, ...] | None:
+    """Returns the members to replace, since a library forms no world with them as their processes are set up; () if none is new.
 
-
-def _replace_newcomer(decision: Decision, event: Broken, what: str) -> None:
-    """Replaces a newcomer with which the library forms no world, as its process is set up.
-
-    Members that formed worlds before stay, whatever NCCL tells them of a newcomer.  After a death nobody is to blame.
+    A newcomer, which holds no state, answers for itself.  Other members formed worlds before, so they stay, whatever NCCL tells them of
+    newcomers, and their word counts against all newcomers.  It returns None after a death, when nobody is to blame, and once such members
+    have spoken: hundreds say the same, and each would be compared with all.
     """
-    run, state = decision.run, decision.run.state
-    assert isinstance(state, Stopping)
-    if event.worker in _newcomers(decision) and not (state.lost or state.expelled):
-        membership.unfit(decision, event.worker, what)
-        node = run.workers[event.worker].node
-        why = f"no world forms with {event.worker} on node {node[:8]}: {what}"
-        admission.replaced(decision, node, event.worker, why, event.generation)
+    run, state, generation = decision.run, decision.run.state, event.generation
+    if isinstance(state, Stopping) and (state.lost or state.expelled):
+        return None
+    if not run.workers[event.worker].holdings:
+        return (event.worker,)
+    spoken = (admission.ANY_NODE, generation) in run.cluster.replaced
+    if spoken or sum(failure.generation == generation for failure in run.history.failures) > 1:
+        return None
+    return tuple(each for each in decision.plan.members if each in run.workers and not run.workers[each].holdings)
+
+
+def _replace(decision: Decision, event: Broken, newcomers: tuple[WorkerId, ...], what: str) -> None:
+    """Replaces ``newcomers``.  It counts against their node if it is one, since it is not known which of several is to blame."""
+    workers = decision.run.workers
+    if event.worker not in newcomers:
+        admission.note(decision, admission.ANY_NODE, event.generation)
+    for worker in newcomers:
+        membership.unfit(decision, worker, what)
+    node, *others = {workers[worker].node for worker in newcomers}
+    if not others:
+        why = f"no world forms with {names(newcomers)} on node {node[:8]}: {what}"
+        admission.replaced(decision, node, newcomers, why, event.generation)
 
 
 def _told(decision: Decision, event: Broken, what: str) -> str:
     """Returns the sentence about a member that stands still: because of another one, or of an error, which others may have had before.
 
-    The words of a library are told once, although they differ in numbers of ranks and ports; after a death they are not told at all.
+    The words of a library are told once for each world, since hundreds of members may say them, and after a death not at all.
     """
     state, worker = decision.run.state, event.worker
     if isinstance(state, Stopping) and event.cause in ("peer", "setup"):
         words = what if event.cause == "setup" else event.signature
-        if not words or state.lost or state.expelled or _alike(words) in _alike(state.cause):
-            return f"{worker} waits meanwhile"
-        decision.amend(cause=f"{state.cause}; {worker}: {words}")
+        if not words or state.lost or state.expelled or any(mark in state.cause for mark in SAYS):
+            return f"{worker} waits meanwhile" if event.cause == "peer" else f"{worker} cannot go on either"
+        decision.amend(cause=f"{state.cause}; {worker}{SAYS[0]}{words}")
     if event.cause == "peer":
         return f"{worker} waits, because its world broke (peer: {what})"
     before = [each.worker for each in decision.run.history.failures if (each.signature, each.step) == (event.signature, event.step)]
     also = next((f", as {each} before it" for each in before if each != worker), "") if event.cause == "job" else ""
     return f"{worker} cannot go on ({event.cause}: {what}){also}"
-
-
-def _alike(words: str) -> str:
-    """Returns ``words`` without numbers."""
-    return re.sub(r"\d+", "", words)
 
 
 def _note_failure(decision: Decision, event: Broken) -> str:

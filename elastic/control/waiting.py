@@ -31,9 +31,15 @@ def go_on(decision: Decision, state: Waiting) -> None:
         return
     if waited and not membership.get_further(decision, state.since + rules.wait_s):
         edges.end(decision, Failed(f"waited {rules.wait_s:g} s for workers: {_have(decision, state, there)}"))
-    elif (not begun or (run.history.last is None and not run.takeover.unread)) and _only_refused_are_left(decision, state):
+    elif (not begun or _never_formed(decision)) and _only_refused_are_left(decision, state):
         none, fault = "no node has room for a worker that can be a member", _of_job([*run.cluster.refused.values()])
         edges.end(decision, Failed(f"{fault}; {none}" if fault else f"{none}: {_have(decision, state, there)}", fault))
+
+
+def _never_formed(decision: Decision) -> bool:
+    """Returns whether no step was ever run, since a library forms no world on any of the nodes that are refused."""
+    run, set_up = decision.run, {node for node, _ in decision.run.cluster.replaced}
+    return not run.takeover.unread and run.history.furthest.step == 0 and run.version.step == 0 and set_up >= run.cluster.refused.keys()
 
 
 def _of_job(refusals: Sequence[Refusal]) -> str:

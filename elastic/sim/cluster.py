@@ -264,6 +264,7 @@ class Cluster:
             if name in self.workers:  # a new coordinator repeats the order, because it does not know that it was performed
                 continue
             places = [n.name for n in self.nodes.values() if not n.declared_dead and n.frozen_until <= self.clock.now]
+            places = [place for place in places if place not in self.sim.scenario.misset or place not in avoid]
             if self.free <= 0 or not places or self.network.happens(Kind.START_FAILURE):
                 self.clock.after(0.5 + self.rng.random(), self.sim.tell_coordinator, StartFailed(name, "no room"))
                 continue

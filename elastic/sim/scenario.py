@@ -66,6 +66,8 @@ class Scenario:
     """Numbers of states of which nodes have room for all copies: the nodes have them in turn.  0, and no number: workers do not say it."""
     slow_starts: float = 0.0
     """Part of the workers that start for longer than ``form_s``, and say again and again that they get further."""
+    misset: tuple[NodeId, ...] = ()
+    """Nodes on which the communication library forms no world, as the processes there are set up."""
     patience_s: float = 150.0
     """Time in seconds after the end of the last fault within which every run must end."""
 

@@ -46,10 +46,15 @@ def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
     return generations
 
 
+LATE_S = 1.0
+"""Seconds by which a coordinator may handle an event after its arrival, from which it counts; the oracle counts from the decision."""
+
+
 def a_budget_is_spent(seen: Oracle) -> bool:
     """Returns whether the run may fail, by what the oracle saw: errors of the job, fruitless generations, waiting.
 
-    At the start a short wait is enough if there are nodes on which no worker may run.
+    A short wait is enough if there are nodes on which no worker may run and no world has been formed, or nodes on which none forms and no
+    step has been run.
     """
     raised = [worker for _, worker in seen.sim.cluster.errors_raised]
     alone = seen.plan is not None and len(seen.plan.members) == 1
@@ -58,9 +63,10 @@ def a_budget_is_spent(seen: Oracle) -> bool:
     again = len(raised) > 1 and (alone or len(set(raised)) > 1)
     reached = [(max(seen.evidence[generation], default=0), generation not in seen.headless) for generation in sorted(seen.plans)]
     waited_s = 0.0 if seen.waiting_since is None else seen.sim.clock.now - seen.waiting_since
-    rules, misfits = seen.sim.rules, seen.sim.cluster.misfits
-    enough_s = rules.refused_s if misfits and not seen.begun else rules.wait_s
-    return again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s >= enough_s
+    rules, misfits, misset = seen.sim.rules, seen.sim.cluster.misfits, seen.sim.scenario.misset
+    short = (misfits and not seen.begun) or (misset and not any(step for step, _ in reached))
+    enough_s = rules.refused_s if short else rules.wait_s
+    return again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s + LATE_S >= enough_s
 
 
 def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:

@@ -145,6 +145,11 @@ class Worker(Process):
             self.phase = Phase.HEALING
             self.work(0.2 + 0.6 * self.sim.rng.random(), Point.HEALING, self._healed)
 
+    def refused(self) -> None:
+        """Handles the refusal of the communication library to form the world."""
+        if self.phase is Phase.FORMING:
+            self._break("setup", "no such interface", signature="the library refuses")
+
     def _healed(self) -> None:
         if self.phase is not Phase.HEALING or not self._may(self.member.go_on, "healed"):
             return

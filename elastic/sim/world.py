@@ -45,7 +45,8 @@ class World:
             return
         for name in self.plan.members:
             worker = self.here[name]
-            worker.later(0.1 * self.sim.rng.random(), worker.formed)
+            form = worker.refused if worker.node in self.sim.scenario.misset else worker.formed
+            worker.later(0.1 * self.sim.rng.random(), form)
 
     def contribute(self, worker: Worker, step: int, boundary: int, copied: Copied) -> None:
         """Takes the worker's record of ``step``.  The last record makes the commit."""

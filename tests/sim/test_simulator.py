@@ -22,7 +22,7 @@ from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding, covered
 from elastic.protocol.actions import Form
 from elastic.protocol.commit_record import Validated
-from elastic.protocol.events import Attached, Beat, Evaluated, Event, Fenced, Joined, Lost, Tick
+from elastic.protocol.events import Attached, Beat, Broken, Evaluated, Event, Fenced, Joined, Lost, Tick
 from elastic.sim import Coverage, Violation, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes, run_many
 from elastic.sim.faults import SIMULATED_POINTS, Fault, Kind, Point, draw
@@ -172,6 +172,24 @@ def test_an_error_that_is_the_jobs_own_fails_after_one_retry() -> None:
 def test_an_error_that_does_not_come_back_is_recovered_from() -> None:
     """R20: the error comes only once."""
     assert simulate(1, replace(CALM, error_step=5, error_once=True)).end == "Finished"
+
+
+def test_a_node_on_which_no_world_forms_is_refused_and_the_run_goes_on() -> None:
+    """R8: in calm weather two worlds at most do not form, and no worker of another node is replaced.  In any weather the promises hold."""
+    calm = simulate(3, replace(CALM, misset=(NodeId("n2"),)))
+    broken = [event for _, event, _ in calm.lines if isinstance(event, Broken)]
+    assert calm.end == "Finished" and "node n2 is refused" in calm.story()
+    assert 1 <= len({each.generation for each in broken if each.cause == "setup"}) <= 2
+    ends, told = Counter[str](), 0
+    for seed in range(60):
+        report = simulate(seed, replace(Scenario.drawn(seed), misset=(NodeId("n2"),)))
+        ends[report.end] += 1
+        told += any(isinstance(event, Broken) and event.cause == "setup" for _, event, _ in report.lines)
+        refused = {
+            reason.partition("node ")[2][:2] for _, _, reason in report.lines if "is refused" in reason and "no world forms with" in reason
+        }
+        assert refused <= {"n2"}, report.story()
+    assert told > 30 and ends["Finished"] > 40, ends
 
 
 def test_data_that_never_comes_ends_the_run() -> None:

@@ -27,7 +27,7 @@ def test_an_interface_that_is_not_there_ends_the_run_by_its_name(tmp_path: Path)
     command = Command(tmp_path, "train", "job.toml", "--address", "local")
     assert command.wait() == 1, command.text
     words = "ifa != nullptr. Unable to find address for: eth77"
-    assert f"w1 cannot go on (setup: {words})" in command.text and "w1 is replaced: no world forms with w1 on node " in command.text
+    assert f"w1 cannot go on (setup: {words}): stop generation 1 of 1 worker; w1 is replaced" in command.text, command.text
     *_, last = (line for line in command.text.splitlines() if line.startswith("Failed at step 0"))
     assert "no world forms with w2 on node " in last and words in last, command.text
     assert "generation 3" not in command.text

@@ -47,7 +47,7 @@ def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 LATE_S = 1.0
-"""Seconds by which a coordinator may handle an event after its arrival, from which it counts; the oracle counts from the decision."""
+"""Seconds by which a coordinator may handle the end of a world late: it counts from the arrival, and the oracle from the decision."""
 
 
 def a_budget_is_spent(seen: Oracle) -> bool:
@@ -64,9 +64,10 @@ def a_budget_is_spent(seen: Oracle) -> bool:
     reached = [(max(seen.evidence[generation], default=0), generation not in seen.headless) for generation in sorted(seen.plans)]
     waited_s = 0.0 if seen.waiting_since is None else seen.sim.clock.now - seen.waiting_since
     rules, misfits, misset = seen.sim.rules, seen.sim.cluster.misfits, seen.sim.scenario.misset
-    short = (misfits and not seen.begun) or (misset and not any(step for step, _ in reached))
-    enough_s = rules.refused_s if short else rules.wait_s
-    return again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s + LATE_S >= enough_s
+    enough_s = rules.refused_s if misfits and not seen.begun else rules.wait_s
+    if misset and not any(step for step, _ in reached):
+        enough_s = min(enough_s, rules.refused_s - LATE_S)
+    return again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s >= enough_s
 
 
 def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:

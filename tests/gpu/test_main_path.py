@@ -91,7 +91,7 @@ def survived(folder: Path, name: str, until: Callable[[Callable[[], object]], No
 
 
 def assert_trained(said: str) -> None:
-    """Checks that every world formed at the first try: at most one of a part of the workers, and one before and after each of a part."""
+    """Checks that no world was refused, that at most two began for each worker, and that the last step was committed."""
     assert "cannot go on" not in said and "is replaced" not in said, said
     assert max(int(number) for number in re.findall(r"form generation (\d+)", said)) <= 2 * GPUS, said
     assert worlds(said)[-1][0] == STEPS, said

@@ -7,11 +7,13 @@ import pytest
 import ray
 
 from actors import cluster
+from tests.support import warm
 from tests.support.chaos import alone
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
 from tests.support.kills import undisturbed
 from tests.support.toys import toy_job
+from tests.support.warm import Warm
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,14 +22,23 @@ def no_cluster_is_left() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """The process whose forks are the workers of Ray in the cluster of these tests."""
+    with Warm(tmp_path_factory.mktemp("warm")) as made:
+        yield made
+
+
 @pytest.fixture(scope="module", autouse=True)
-def local_cluster(no_cluster_is_left: None, aws_config: Path) -> Iterator[None]:
+def local_cluster(no_cluster_is_left: None, forks: Warm, aws_config: Path) -> Iterator[None]:
     """Connects to one Ray cluster on this machine, for all of these tests and for drivers that they start in other folders.
 
     Its head notices a dead node early, by the settings in ``TUNED``.  A module that needs another cluster overrides this fixture and shuts
     both down; the next module starts a new one.
     """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(warm.SOCKET, forks.path)
+        patch.setattr(ray._private.ray_constants, "SETUP_WORKER_FILENAME", warm.__file__)
         patch.setenv("AWS_CONFIG_FILE", str(aws_config))  # what a node is allowed to use; nothing, until a test writes it
         for name, value in TUNED.items():
             patch.setenv(name, value)

@@ -103,7 +103,7 @@ class Killer:
         if view.pid != self._last and self.whens and self.whens[0](view):
             self.whens.pop(0)
             self._last = view.pid
-            before, raylet = self.steps(witness), Raylet(view.pid) if self.frozen_s else None
+            before, maker = self.steps(witness), Maker(view.pid) if self.frozen_s else None
 
             def ahead() -> int:
                 return min((after - before[worker] for worker, after in self.steps(witness).items()), default=0)
@@ -112,10 +112,10 @@ class Killer:
                 coordinator.kill()
                 if len(self.ends) in self.disks_lost:
                     self.lose(view)
-                if raylet is not None:
-                    raylet.hold(self.frozen_s, lambda: ahead() >= AHEAD)
+                if maker is not None:
+                    maker.hold(self.frozen_s, lambda: ahead() >= AHEAD)
                     self.claimed = len(list((self.bucket / witness.job_name / "owner").iterdir()))
-                    raylet.let_go()
+                    maker.let_go()
                 self.ends.append(coordinator.wait(PATIENCE_S))
             self.committed = ahead()
 
@@ -129,12 +129,12 @@ class Killer:
         return {worker: seen.counters["step"] for worker, seen in witness.seen.items() if seen.ended is None}
 
 
-class Raylet:
-    """The raylet of the node where ``coordinator`` runs; it starts the coordinator again."""
+class Maker:
+    """The process that made the one in which ``coordinator`` runs, and makes the one in which it starts again."""
 
     def __init__(self, coordinator: int) -> None:
         parent = psutil.Process(coordinator).parent()
-        assert parent is not None and parent.name() == "raylet"
+        assert parent is not None and parent.pid != 1
         self.process, self.stopped = parent, set[int]()
         self.busy = {child.pid for child in parent.children() if not self._idle(child)}
 

@@ -76,7 +76,7 @@ class Witness(threading.Thread):
         try:
             while not self.done.is_set():
                 self._look()
-                time.sleep(0.005)
+                time.sleep(0.005 if self.act is not None else 0.02)  # whoever interferes must meet a state that lasts a moment
         except BaseException as error:  # shown by ``close``; nobody steers the run any more, so it ends
             self.errors.append(error)
             coordinator = attach(self.job_name)

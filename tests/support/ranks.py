@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -15,13 +16,15 @@ from typing import Any
 
 from elastic.plan.layout import Layout
 from tests.support.patience import PATIENCE_S
+from tests.support.warm import MODULES
 
 SECRET = b"known to the members only"
 
 
 class Ranks:
     def __init__(self, count: int, device: str = "cpu") -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*MODULES, __name__])
         self.pipes: list[Connection] = []
         self.processes = []
         for number in range(count):
@@ -85,6 +88,7 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
     from elastic.train.session import prepare_process
 
     device = prepare_process(Job(name="ranks", bucket="/nowhere", workers={"gpus": int(kind == "cuda")}))
+    known = 0
     while (task := pipe.recv()) is not None:
         layout, rank, generation, port, nodes, function, arguments = task
         world = None
@@ -100,3 +104,6 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
                 world.close()
             del world
             gc.collect()  # as a worker does between worlds: until its last cycle is collected, gloo's threads of an aborted world spin
+            if len(sys.modules) > known:
+                known = len(sys.modules)
+                gc.freeze()  # as a worker does after its warm-up: to look at all modules takes half a second, and nothing of them is garbage

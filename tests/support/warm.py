@@ -1,0 +1,169 @@
+"""Makes processes by ``fork`` from one that has imported torch, Ray and the platform's code, for tests whose subject is not an import.
+
+Importing takes a worker of Ray five seconds of a core, and the tests start hundreds.  :class:`Warm` imports once.  A raylet whose
+program ``setup_worker.py`` is this file then starts, for each worker, a small process that asks for a fork, waits for it, and ends as it
+did.  What the fork does is Ray's own program of a worker, with its own environment, folder and output; Ray knows it by its own pid.
+Clusters and nodes that tests start by a command have processes as users have them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:  # whoever asks for a process must start fast
+    from selectors import BaseSelector, SelectorKey
+
+SOCKET = "PROCESSES_OF_TESTS"
+"""The environment variable with the path of the socket on which forks are asked for."""
+MODULES = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._inductor.config", "torch._dynamo", "numpy"),
+    *("pyarrow.parquet", "pydantic.main", "blake3", "google.protobuf", "jsonschema", "msgpack", "psutil", "requests", "yaml"),
+    *("elastic.runs.run", "elastic.state.heal", "elastic.train.loop", "elastic.train.session", "tests.support.toys"),
+)
+"""What workers import, without Ray: that one reads the environment of its process while it is imported."""
+LIMIT = 1 << 20
+"""The bytes of the longest request: a command line and an environment."""
+
+
+class Warm:
+    """The process from which others are forked.  A context manager; the forks that still run at its end are killed."""
+
+    def __init__(self, folder: os.PathLike[str]) -> None:
+        import subprocess
+
+        self.path = os.path.join(folder, "socket")
+        command = [sys.executable, __file__, "serve", self.path, *MODULES]  # a long line: titles of the forks must have room in it
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n"
+
+    def __enter__(self) -> Warm:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self.process:  # the end of its input ends it
+            pass
+
+
+def ask(path: str, command: list[str]) -> NoReturn:
+    """Has ``command`` done by a fork of the process at ``path``, and ends as the fork ends."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.connect(path)
+        request = json.dumps({"command": command, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
+        socket.send_fds(server, [request], [0, 1, 2])
+        status = int(server.recv(64) or signal.SIGKILL)  # nothing comes if the server was killed, and its forks with it
+    if os.WIFSIGNALED(status):
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def serve(path: str, modules: list[str]) -> None:
+    """Imports, says that it is ready, and makes processes until the end of its standard input."""
+    import gc
+    import importlib
+    import selectors
+
+    for name in modules:
+        importlib.import_module(name)
+    assert "ray" not in sys.modules
+    gc.collect()
+    gc.freeze()  # collections in forks need not look at what is here, and do not copy it
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, selectors.DefaultSelector() as waits:
+        listener.bind(path)
+        listener.listen(128)
+        waits.register(listener, selectors.EVENT_READ)
+        waits.register(0, selectors.EVENT_READ)
+        print("ready", flush=True)
+        while True:
+            for key, _ in waits.select():
+                if key.fileobj == 0:
+                    return
+                if key.data is None:
+                    _make(listener, waits)
+                elif key.fd in waits.get_map():  # else its process ended, and who asked for it has gone, at the same time
+                    _end(key, waits)
+
+
+def _make(listener: socket.socket, waits: BaseSelector) -> None:
+    """Makes the process that is asked for.  The server then waits for its end, and for that of the process that asked."""
+    import selectors
+
+    asks, _ = listener.accept()
+    message, files, _, _ = socket.recv_fds(asks, LIMIT, 3)
+    if not message:
+        asks.close()
+        return
+    if not (pid := os.fork()):
+        waits.close()
+        listener.close()
+        asks.close()
+        _become(files, **json.loads(message))
+    for each in files:
+        os.close(each)
+    process = os.pidfd_open(pid)
+    for each in (process, asks):
+        waits.register(each, selectors.EVENT_READ, (pid, process, asks))
+
+
+def _end(key: SelectorKey, waits: BaseSelector) -> None:
+    """Says how a process ended.  It is killed if the process that asked for it has gone."""
+    pid, process, asks = key.data
+    if key.fileobj is asks:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        asks.send(str(status).encode())
+    for each in (process, asks):
+        waits.unregister(each)
+    os.close(process)
+    asks.close()
+
+
+def _become(files: list[int], command: list[str], environment: dict[str, str], folder: str) -> NoReturn:
+    """Does what Ray's ``setup_worker.py`` does, and then its program of a worker."""
+    import atexit
+    import runpy
+    import traceback
+
+    code: Any = 0
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        for number, each in enumerate(files):
+            os.dup2(each, number)
+            os.close(each)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        from ray._private.runtime_env.context import RuntimeEnvContext, update_envs  # Ray reads the environment while it is imported
+        from ray._private.workers.setup_worker import parser
+
+        asked, rest = parser.parse_known_args(command)
+        context = RuntimeEnvContext.deserialize(asked.serialized_runtime_env_context or "{}")
+        update_envs(context.env_vars)
+        sys.argv = rest
+        sys.path[0] = os.path.dirname(rest[0])
+        runpy.run_path(rest[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2], sys.argv[3:])
+    else:
+        ask(os.environ[SOCKET], sys.argv[1:])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import compileall
 import os
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 from hypothesis import settings
 
 from tests.capabilities import RESULTS
-from tests.support.durations import longest
+from tests.support import budgets
+from tests.support.durations import KEY, known, longest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Torch computes with one thread in this process too, as in workers.  Two threads that wait for each other by spinning, while other
@@ -26,8 +29,9 @@ MUST = "must_run_in_ci"
 settings.register_profile("elastic", deadline=None, derandomize=True)  # a red test is red again the next time
 settings.load_profile("elastic")
 
-DURATIONS = "elastic/durations"
-"""Key of pytest's cache under which the seconds of each test of the last run are, set-up and end included.  No test fails by a time."""
+COUNTED = "counted"
+"""The property of a report with the numbers of :mod:`tests.support.budgets` that its test has taken."""
+_counted = pytest.StashKey[dict[str, Counter[str]]]()
 _outcomes = pytest.StashKey[dict[str, str]]()
 _seconds = pytest.StashKey[dict[str, float]]()
 _skipped = pytest.StashKey[list[str]]()
@@ -39,39 +43,57 @@ FAST = ("architecture", "control", "data", "plan", "sim")
 
 
 GROUPS = {"actors": "machine", "examples": "machine", "gpu": "machine", "state": "memory", "train": "memory"}
-"""The group of a folder's tests; those of all other folders are "others".  One process runs a whole group, in order.
-
-The first two use the machine as a whole: they start clusters, or measure its memory.  A whole run begins with the clusters and with the
-others, and who is done first takes the third group.
+"""The group of a folder's tests, which use the machine as a whole: they start clusters, or measure its memory.  One process runs a whole
+group, in order; all other files are dealt one by one.
 """
-OTHERS = "others"
+
+
+def unit(nodeid: str) -> str:
+    """Returns the tests that one process runs together: a group, or else a file."""
+    file = nodeid.partition("::")[0]
+    folder, _, rest = file.removeprefix("tests/").partition("/")
+    return GROUPS.get(folder, file) if rest else file
+
+
+def longest_first(nodeids: Iterable[str], known: Mapping[str, float]) -> dict[str, float]:
+    """Returns the order of units: those that took longest come first, so that two processes end together.  A new file comes last."""
+    seconds = dict.fromkeys(map(unit, nodeids), 0.0)
+    for file, duration in known.items():
+        if unit(file) in seconds:
+            seconds[unit(file)] += duration
+    return {name: -seconds[name] for name in seconds}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Lets two processes share a whole run, by :data:`GROUPS`.
+    """Lets two processes share a whole run, by :func:`unit`.
 
     A run of chosen files, and the long tests, stay in this process.
     """
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.option.markexpr != "full"
-    return 2 if whole else 0
+    return 2 if _whole(config) else 0
+
+
+def _whole(config: pytest.Config) -> bool:
+    """Returns whether all tests run that run by default."""
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.option.markexpr == "not full"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives whole groups to processes.  The marks of pytest-xdist (3.8) no longer do: they were names in node ids, which pytest 9 keeps."""
+    """Gives units to processes, in the order of the tests."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByGroup(LoadScopeScheduling):
+    class ByUnit(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folders = nodeid.split("::")[0].split("/")[1:-1]
-            return GROUPS.get(folders[0], OTHERS) if folders else OTHERS
+            return unit(nodeid)
 
-    return ByGroup(config, log)
+    return ByUnit(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
+    order = longest_first([item.nodeid for item in items], known())
+    items.sort(key=lambda item: (order[unit(item.nodeid)], unit(item.nodeid)))
     items.sort(key=lambda item: item.path != here / "gpu" / "test_main_path.py")  # the user's way first, where there are GPUs
     for item in items:
         folder = item.path.relative_to(here).parts[:-1] if item.path.is_relative_to(here) else ("elsewhere",)
@@ -80,7 +102,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_outcomes], config.stash[_skipped], config.stash[_seconds] = {}, [], {}
+    config.stash[_outcomes], config.stash[_skipped], config.stash[_seconds], config.stash[_counted] = {}, [], {}, defaultdict(Counter)
+    budgets.begin()
     config.pluginmanager.register(Results(config))
     if sys.dont_write_bytecode and not _distributed(config):
         _compile()
@@ -96,6 +119,12 @@ def _compile() -> None:
         compileall.compile_dir(folder, quiet=2)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    item.user_properties.append((COUNTED, budgets.taken()))
+
+
 class Results:
     """Notes every report, also those that come from another process of the run."""
 
@@ -105,6 +134,9 @@ class Results:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         nodeid, seconds = report.nodeid, self.config.stash[_seconds]
         seconds[nodeid] = seconds.get(nodeid, 0.0) + report.duration
+        for name, numbers in report.user_properties:
+            if name == COUNTED:
+                self.config.stash[_counted]["/".join(nodeid.split("/")[:2]).partition("::")[0]].update(numbers)  # type: ignore[arg-type]
         outcomes = self.config.stash[_outcomes]
         if (report.when == "call" or report.outcome != "passed") and outcomes.get(nodeid) != "failed":  # a crashed test is run once more
             outcomes[nodeid] = report.outcome
@@ -133,19 +165,26 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     cache = getattr(config, "cache", None)  # absent under -p no:cacheprovider
     if cache is not None:
         cache.set(RESULTS, {**cache.get(RESULTS, {}), **config.stash[_outcomes]})
-        cache.set(DURATIONS, {nodeid: round(seconds, 3) for nodeid, seconds in config.stash[_seconds].items()})
+        cache.set(KEY, {nodeid: round(seconds, 3) for nodeid, seconds in config.stash[_seconds].items()})
     config.stash[_skipped] += _skipped_whole(config)
     if config.stash[_skipped] and os.environ.get("CI"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if _whole(config) and budgets.above(config.stash[_counted]):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     config.stash[_status] = int(session.exitstatus)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    seconds = terminalreporter.config.stash[_seconds]
-    if terminalreporter.config.args_source is pytest.Config.ArgsSource.TESTPATHS and seconds:
+    config = terminalreporter.config
+    seconds, counted = config.stash[_seconds], config.stash[_counted]
+    if _whole(config) and seconds:
         terminalreporter.section(f"where the time went: {sum(seconds.values()) / 60:.1f} process-minutes, set-up and end included")
         terminalreporter.write("\n".join((*longest(seconds, 2), "", *longest(seconds, 3), "")))
-    for nodeid in terminalreporter.config.stash[_skipped]:
+        terminalreporter.section("what was started")
+        terminalreporter.write("\n".join((*budgets.lines(counted), "")))
+        for sentence in budgets.above(counted):
+            terminalreporter.write_line(sentence, red=True)
+    for nodeid in config.stash[_skipped]:
         terminalreporter.write_line(f"SKIPPED, BUT MUST RUN IN CI: {nodeid}", red=True)
 
 

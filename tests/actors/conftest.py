@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -5,9 +6,11 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private import state
 
 from actors import cluster
 from tests.support import warm
+from tests.support.budgets import ACTOR
 from tests.support.chaos import alone
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
@@ -20,13 +23,6 @@ from tests.support.warm import Warm
 def no_cluster_is_left() -> Iterator[None]:
     yield
     ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """The process whose forks are the workers of Ray in the cluster of these tests."""
-    with Warm(tmp_path_factory.mktemp("warm")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,6 +41,18 @@ def local_cluster(no_cluster_is_left: None, forks: Warm, aws_config: Path) -> It
         patch.setenv("PYTHONPATH", str(ROOT))  # of the cluster's processes; where Elastic is installed nobody needs it
         cluster.connect("local")
         yield
+        _count_actors()
+
+
+_actors = set[str]()
+
+
+def _count_actors() -> None:
+    """Tells the budgets of the actors that the cluster has had, dead ones too."""
+    for number, actor in state.actors().items() if ray.is_initialized() else ():
+        if number not in _actors:
+            _actors.add(number)
+            sys.audit(ACTOR, actor["Name"])
 
 
 @pytest.fixture(scope="session")

@@ -32,11 +32,9 @@ LAYOUTS = (Layout(1, 2), Layout(2, 1), Layout(1, 1), Layout(1, 3), Layout(3, 1),
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Starts three processes of their own, because what a process has compiled stays in it; they share what the compilers keep."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        pool = Ranks(3)
-        yield pool
-        pool.close()
+    pool = Ranks(3, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("compiled"))})
+    yield pool
+    pool.close()
 
 
 def graphs() -> tuple[int, int]:

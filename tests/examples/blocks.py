@@ -27,12 +27,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.warm import SOCKET, Warm
+
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```(.*)$")
 REASON = re.compile(r"^<!-- not run: \S.* -->$")
 EXIT = re.compile(r"\s+# exit (\d+)$")
 RUN = ("console", "sh", "python", "toml")
-VOLATILE = re.compile(r"(?P<clock>\d\d:\d\d:\d\d)|(?P<rate>[\d,]+(?= \w+/s))|(?P<number>\d+\.\d+(?:e[+-]\d+)?)|(?P<any>…)| +")
+VOLATILE = re.compile(
+    r"(?P<clock>\d\d:\d\d:\d\d)|(?P<flops>, [\d.]+ TFLOP/s a worker)|(?P<rate>[\d,]+(?= \w+/s))"
+    r"|(?P<number>\d+\.\d+(?:e[+-]\d+)?)|(?P<any>…)| +"
+)
 WAITED = re.compile(r"  \S+ waits \d+% for data$")
 """The end of the line of a step whose data was slow, as on a busy machine."""
 COMMAND_S = 300
@@ -119,10 +124,10 @@ def commands_of(text: str) -> list[tuple[str, int, list[str]]]:
     return found
 
 
-def run_page(blocks: list[Block], folder: Path, *, full: bool) -> None:
+def run_page(blocks: list[Block], folder: Path, *, full: bool, warm: Warm | None = None) -> None:
     """Run the blocks of one page in ``folder``; without ``full``, up to the first that only ``-m full`` runs.  Raises :class:`Wrong`."""
     folder.mkdir(parents=True, exist_ok=True)
-    shell = Shell(folder)
+    shell = Shell(folder, warm)
     for block in blocks:
         if block.full and not full:
             return
@@ -164,7 +169,8 @@ def _line(line: str) -> str:
 
 
 def _parts(line: str) -> Iterator[str]:
-    volatile = {"clock": r"\d\d:\d\d:\d\d", "rate": r"[\d,]+", "number": r"\d+\.\d+(?:e[+-]\d+)?", "any": ".*"}
+    flops = r"(?:, [\d.]+ TFLOP/s a worker)?"  # they are not shown of a machine so busy that they are next to nothing
+    volatile = {"clock": r"\d\d:\d\d:\d\d", "flops": flops, "rate": r"[\d,]+", "number": r"\d+\.\d+(?:e[+-]\d+)?", "any": ".*"}
     at = 0
     for found in VOLATILE.finditer(line):
         yield re.escape(line[at : found.start()])
@@ -174,18 +180,20 @@ def _parts(line: str) -> Iterator[str]:
 
 
 class Shell:
-    """Runs commands in a folder in which ``elastic`` and ``python`` are those of this checkout."""
+    """Runs commands in a folder in which ``elastic`` and ``python`` are those of this checkout, and forks of ``warm`` if it is given."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warm: Warm | None = None) -> None:
         self.folder = folder
         programs = folder / ".bin"
         programs.mkdir(exist_ok=True)
-        for name, line in {"elastic": f"{sys.executable} -m elastic", "python": sys.executable}.items():
+        python = f"{sys.executable} {warm.program}" if warm is not None else sys.executable
+        for name, line in {"elastic": f"{python} -m elastic", "python": python}.items():
             (programs / name).write_text(f'#!/bin/sh\nexec {line} "$@"\n')
             (programs / name).chmod(0o755)
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         ours |= {"RAY_worker_niceness": "0"}  # as in ``tests/support/clusters.py``
         self.environment = {**ours, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self.environment |= {SOCKET: warm.path} if warm is not None else {}
 
     def run(self, command: str) -> tuple[int, str]:
         """Return the exit code of ``command`` and what it printed, with the folder written as ``~/project``."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.blocks import ROOT, Block, Shell, Wrong, blocks_of, matches, run_page
+from tests.support.warm import Warm
 
 PAGES = sorted((ROOT / "examples" / "guide").glob("*.md"))
 README = ROOT / "README.md"
@@ -22,8 +23,8 @@ FULL = [page for page in (README, *PAGES) if any(block.full for block in read(pa
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_do_what_it_says(page: Path, tmp_path: Path) -> None:
-    run_page(read(page), tmp_path / "project", full=False)
+def test_the_blocks_of_a_page_do_what_it_says(page: Path, tmp_path: Path, forks: Warm) -> None:
+    run_page(read(page), tmp_path / "project", full=False, warm=forks)
 
 
 @pytest.mark.full

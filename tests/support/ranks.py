@@ -1,4 +1,4 @@
-"""Real processes that form real worlds over gloo (or NCCL, a GPU each), kept between tests (importing torch in each costs seconds).
+"""Real processes that form real worlds over gloo (or NCCL, a GPU each), kept between tests.
 
 A function given to :meth:`Ranks.run` runs in every member as ``function(world, *arguments)``; it must be importable.
 """
@@ -10,11 +10,13 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any
 
 from elastic.plan.layout import Layout
+from tests.support.budgets import WORLD, add, begin, taken
 from tests.support.patience import PATIENCE_S
 from tests.support.warm import MODULES
 
@@ -22,14 +24,16 @@ SECRET = b"known to the members only"
 
 
 class Ranks:
-    def __init__(self, count: int, device: str = "cpu") -> None:
+    """``count`` processes, each a fork of one that has torch.  ``environment`` is added to theirs, which is that of the first pool."""
+
+    def __init__(self, count: int, device: str = "cpu", environment: Mapping[str, str] = MappingProxyType({})) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*MODULES, __name__])
         self.pipes: list[Connection] = []
         self.processes = []
         for number in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, device, number), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, device, number, dict(environment)), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -51,6 +55,7 @@ class Ranks:
         """Begins to run the function in these processes, which get the world ranks 0, 1, …, and returns at once."""
         from elastic.engine.stores import host_store
 
+        sys.audit(WORLD)
         self.generation += 1
         self.store = host_store("127.0.0.1", PATIENCE_S)
         for rank, process in enumerate(processes):
@@ -63,7 +68,8 @@ class Ranks:
     def _answer(self, process: int) -> tuple[int, bool, Any]:
         if not self.pipes[process].poll(PATIENCE_S):
             raise TimeoutError(f"process {process} did not answer within {PATIENCE_S} s")
-        failed, value = self.pipes[process].recv()
+        failed, value, counted = self.pipes[process].recv()
+        add(counted)
         return process, failed, value
 
     def close(self) -> None:
@@ -79,7 +85,9 @@ def _value(process: int, failed: bool, value: Any) -> Any:
     return value
 
 
-def _serve(pipe: Connection, kind: str, number: int) -> None:
+def _serve(pipe: Connection, kind: str, number: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    begin()
     if kind == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number)  # one device, as Ray shows it to a worker
     from elastic.engine.stores import join_store
@@ -96,9 +104,10 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
             store = join_store("127.0.0.1", port, SECRET, PATIENCE_S)
             world = World.form(store, generation=generation, layout=layout, rank=rank, device=device, form_s=PATIENCE_S, nodes=nodes)
             world.connect(PATIENCE_S, 60)
-            pipe.send((False, function(world, *arguments)))
+            answer = False, function(world, *arguments)
+            pipe.send((*answer, taken()))
         except Exception:  # the process boundary: raised again in the test
-            pipe.send((True, traceback.format_exc()))
+            pipe.send((True, traceback.format_exc(), taken()))
         finally:
             if world is not None:
                 world.close()
@@ -106,4 +115,4 @@ def _serve(pipe: Connection, kind: str, number: int) -> None:
             gc.collect()  # as a worker does between worlds: until its last cycle is collected, gloo's threads of an aborted world spin
             if len(sys.modules) > known:
                 known = len(sys.modules)
-                gc.freeze()  # as a worker does after its warm-up: to look at all modules takes half a second, and nothing of them is garbage
+                gc.freeze()  # as a worker does after its warm-up: to look at all modules again takes half a second

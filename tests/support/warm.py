@@ -1,9 +1,10 @@
 """Makes processes by ``fork`` from one that has imported torch, Ray and the platform's code, for tests whose subject is not an import.
 
-Importing takes a worker of Ray five seconds of a core, and the tests start hundreds.  :class:`Warm` imports once.  A raylet whose
-program ``setup_worker.py`` is this file then starts, for each worker, a small process that asks for a fork, waits for it, and ends as it
-did.  What the fork does is Ray's own program of a worker, with its own environment, folder and output; Ray knows it by its own pid.
-Clusters and nodes that tests start by a command have processes as users have them.
+Importing takes a worker of Ray five seconds of a core, and the tests start hundreds.  :class:`Warm` imports once.  Then ``python warm.py
+<arguments of python>`` is a small process that asks for a fork, waits for it, and ends as it did.  A raylet whose ``setup_worker.py`` is
+this file has its workers made so.  What the fork does is Ray's own program of a worker, with its own environment, folder and output; Ray
+knows it by its own pid.  Clusters and nodes that tests start by a command have processes as users have them, except for the commands of
+the guide.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ MODULES = (
     *("elastic.runs.run", "elastic.state.heal", "elastic.train.loop", "elastic.train.session", "tests.support.toys"),
 )
 """What workers import, without Ray: that one reads the environment of its process while it is imported."""
+WORKER = "default_worker.py"
+"""Ray's program of a worker, which ``setup_worker.py`` starts."""
 LIMIT = 1 << 20
 """The bytes of the longest request: a command line and an environment."""
 
@@ -37,9 +40,11 @@ class Warm:
     def __init__(self, folder: os.PathLike[str]) -> None:
         import subprocess
 
-        self.path = os.path.join(folder, "socket")
+        self.program, self.path = __file__, os.path.join(folder, "socket")
+        root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
         command = [sys.executable, __file__, "serve", self.path, *MODULES]  # a long line: titles of the forks must have room in it
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": root}
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n"
 
@@ -127,9 +132,9 @@ def _end(key: SelectorKey, waits: BaseSelector) -> None:
 
 
 def _become(files: list[int], command: list[str], environment: dict[str, str], folder: str) -> NoReturn:
-    """Does what Ray's ``setup_worker.py`` does, and then its program of a worker."""
+    """Does what ``python`` or, for a worker, ``python setup_worker.py`` does with these arguments."""
     import atexit
-    import runpy
+    import threading
     import traceback
 
     code: Any = 0
@@ -141,17 +146,16 @@ def _become(files: list[int], command: list[str], environment: dict[str, str], f
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        from ray._private.runtime_env.context import RuntimeEnvContext, update_envs  # Ray reads the environment while it is imported
-        from ray._private.workers.setup_worker import parser
-
-        asked, rest = parser.parse_known_args(command)
-        context = RuntimeEnvContext.deserialize(asked.serialized_runtime_env_context or "{}")
-        update_envs(context.env_vars)
-        sys.argv = rest
-        sys.path[0] = os.path.dirname(rest[0])
-        runpy.run_path(rest[0], run_name="__main__")
+        sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in environment)  # type: ignore[union-attr]
+        if any(word.endswith(WORKER) for word in command):
+            _ray(command)
+        else:
+            _python(command)
+        threading._shutdown()
     except SystemExit as end:
         code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -160,6 +164,36 @@ def _become(files: list[int], command: list[str], environment: dict[str, str], f
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _ray(command: list[str]) -> None:
+    """Does what Ray's ``setup_worker.py`` does, and then its program of a worker."""
+    from ray._private.runtime_env.context import RuntimeEnvContext, update_envs  # Ray reads the environment while it is imported
+    from ray._private.workers.setup_worker import parser
+
+    asked, rest = parser.parse_known_args(command)
+    update_envs(RuntimeEnvContext.deserialize(asked.serialized_runtime_env_context or "{}").env_vars)
+    _python(rest)
+
+
+def _python(command: list[str]) -> None:
+    """Does what ``python`` does with a module, a program as text, or a script; workers of a cluster that it starts are forks, too."""
+    import runpy
+
+    if "train" in command:
+        import ray
+
+        ray._private.ray_constants.SETUP_WORKER_FILENAME = __file__
+    kind, *rest = command
+    sys.argv = rest if kind in ("-m", "-c") else command
+    sys.path[0] = "" if kind in ("-m", "-c") else os.path.dirname(kind)
+    if kind == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_path(kind, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fixtures for tests in which several processes form worlds, shared by all folders of tests."""
+"""Fixtures for tests in which processes form worlds or are forks of one, shared by all folders of tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.support.warm import Warm
 
 if TYPE_CHECKING:  # torch takes seconds to import, and most tests need none
     from tests.support.ranks import Ranks
@@ -16,8 +18,15 @@ STEPS = 6
 
 
 @pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """The process whose forks are the workers of Ray in the cluster of the tests, and the commands of the guide."""
+    with Warm(tmp_path_factory.mktemp("warm")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Starts four processes, each of which imports torch once for all tests."""
+    """Starts four processes for all tests."""
     from tests.support.ranks import Ranks
 
     pool = Ranks(4)

@@ -59,8 +59,6 @@ FOLDER_S = 5.0
 """Seconds between two looks for the run's folder.  Whoever ends the run removes it, and has then killed this keeper for long."""
 STORE_S = 60.0
 """Seconds in which the keeper's own store must answer it."""
-REAPED_S = 0.5
-"""Seconds that the parent of an ended process may take to reap it."""
 SAID_S, SAID = 60.0, 10
 """Time in seconds for which the run's story does not repeat a sentence of this keeper, and how many it takes in that time."""
 UPLOADER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from elastic.state.uploader import main; main(*sys.argv[2:])"
@@ -299,7 +297,7 @@ class Keeper:
             for worker, (process, _) in list(self.workers.items()):
                 if process.ended():
                     self.keeper_store.ended(worker)
-                    self.logs.keep(worker, _how(process))
+                    self.logs.keep(worker, describe(process.status()))
                     del self.workers[worker]
                     self.actors.pop(worker, None)
 
@@ -331,7 +329,7 @@ class Keeper:
             while not process.ended() and time.monotonic() < deadline:
                 time.sleep(0.01)
             process.kill()
-            self.logs.keep(worker, _how(process) if process.ended() else "ended by its keeper")
+            self.logs.keep(worker, describe(process.status()) if process.ended() else "ended by its keeper")
         self.logs.close()
         self.uploads.close()
         self.stores.clear()
@@ -347,11 +345,3 @@ class Keeper:
     def lives(self) -> None:
         """Never returns, so the caller learns at once when the keeper dies.  Later calls wait in line, and their callers learn it too."""
         threading.Event().wait()
-
-
-def _how(process: Process) -> str:
-    """Returns how a process ended.  The kernel tells the status only once the parent has reaped the process."""
-    until = time.monotonic() + REAPED_S
-    while (status := process.status()) is None and time.monotonic() < until:
-        time.sleep(0.01)
-    return describe(status)

@@ -235,7 +235,7 @@ class Process:
 
     def __init__(self, pid: int, began: int) -> None:
         """``began`` is what :func:`started` has returned for it.  Raises ``ProcessLookupError`` if it has ended."""
-        self.pid = pid
+        self.pid, self.began = pid, began
         self._descriptor = os.pidfd_open(pid)
         weakref.finalize(self, os.close, self._descriptor)
         if started(pid) != began:
@@ -267,8 +267,15 @@ class Process:
     def status(self) -> int | None:
         """Returns the wait status of the ended process, or None if the kernel does not tell it.
 
-        Linux 6.15 and later tell it to processes other than the parent.
+        Until its parent has reaped it, every Linux tells its status; afterwards only 6.15 and later do, by the pidfd.  Between the two it
+        may be reaped, so the pidfd is asked again.
         """
+        for ask in (self._told, self._as_zombie, self._told):
+            if (status := ask()) is not None:
+                return status
+        return None
+
+    def _told(self) -> int | None:
         buffer = bytearray(64)
         struct.pack_into("Q", buffer, 0, _PIDFD_INFO_EXIT)
         try:
@@ -277,6 +284,13 @@ class Process:
             return None
         mask, status = struct.unpack_from("Q", buffer, 0)[0], struct.unpack_from("i", buffer, 60)[0]
         return status if mask & _PIDFD_INFO_EXIT else None
+
+    def _as_zombie(self) -> int | None:
+        try:
+            state, *fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return int(fields[48]) if state == "Z" and int(fields[18]) == self.began else None
 
 
 def describe(status: int | None) -> str:

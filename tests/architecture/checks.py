@@ -5,10 +5,17 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from tests.architecture import table
 from tests.architecture.table import Row
+
+
+@lru_cache(maxsize=1)
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Returns all nodes of ``source``; several checks in a row look at the same file."""
+    return tuple(ast.walk(ast.parse(source)))
 
 
 def module_name(file: Path) -> str:
@@ -25,7 +32,7 @@ def row_of(module: str) -> Row | None:
 
 def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
     """Yields (line, dotted name) of every import anywhere in ``source``, also inside functions."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -66,7 +73,7 @@ def wrong_imports(file: Path, source: str, modules: frozenset[str]) -> Iterator[
 
 def wrong_calls(file: Path, source: str) -> Iterator[str]:
     """Yields a sentence for each wrong use of the environment, each pickling by torch, and each wrong handler that catches everything."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv" | "putenv" | "environb" as name):
                 if file.as_posix() not in table.ENVIRONMENT:
@@ -82,7 +89,7 @@ def groups_made(file: Path, source: str) -> Iterator[str]:
     """Yields a sentence for each process group that is made or left anywhere but in ``World``."""
     if file.as_posix() == table.SEAM:
         return
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         match node:
             case ast.Attribute(attr=name) if name in table.GROUPS:
                 found = {name}
@@ -101,7 +108,7 @@ def too_long(file: Path, source: str) -> Iterator[str]:
     lines = source.count("\n")
     if lines > table.MAX_FILE_LINES and file.as_posix() not in table.LONG_FILES:
         yield f"{file}: {lines} lines, more than {table.MAX_FILE_LINES}"
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > table.MAX_FUNCTION_LINES and f"{file.as_posix()}:{node.name}" not in table.LONG_FUNCTIONS:

@@ -25,7 +25,9 @@ ENDS = re.compile(r"[.:!?…][)\"'”]?$")
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Yields (line, text) of every docstring in ``source``."""
-    for node in ast.walk(ast.parse(source)):
+    waiting: list[ast.AST] = [ast.parse(source)]
+    for node in waiting:
+        waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)]
         body = getattr(node, "body", None)
         owner = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         for number, each in enumerate(body if isinstance(body, list) else ()):

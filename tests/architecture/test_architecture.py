@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,17 +31,32 @@ def none(found: Iterable[str]) -> None:
     assert not lines, "\n" + "\n".join(lines)
 
 
-def test_imports_follow_the_table() -> None:
-    none(wrong for file in OURS for wrong in checks.wrong_imports(file, source(file), MODULES))
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    """Returns what each check says of all files, each of which is read and parsed once."""
+    said = defaultdict[str, list[str]](list)
+    for file in FILES:
+        text = source(file)
+        said["too long"] += checks.too_long(file, text)
+        if file.parts[0] in table.PACKAGES:
+            said["imports"] += checks.wrong_imports(file, text, MODULES)
+            said["calls"] += checks.wrong_calls(file, text)
+            said["groups"] += checks.groups_made(file, text)
+            said[f"elsewhere, {file.as_posix()}"] += checks.wrong_calls(Path("elsewhere.py"), text)
+    return dict(said)
 
 
-def test_nothing_pickles_reads_the_environment_or_catches_everything() -> None:
-    none(wrong for file in OURS for wrong in checks.wrong_calls(file, source(file)))
+def test_imports_follow_the_table(found: dict[str, list[str]]) -> None:
+    none(found["imports"])
 
 
-def test_only_the_world_makes_and_leaves_process_groups() -> None:
+def test_nothing_pickles_reads_the_environment_or_catches_everything(found: dict[str, list[str]]) -> None:
+    none(found["calls"])
+
+
+def test_only_the_world_makes_and_leaves_process_groups(found: dict[str, list[str]]) -> None:
     """If torch's own reconfigure is used one day, only that file has to change."""
-    none(wrong for file in OURS for wrong in checks.groups_made(file, source(file)))
+    none(found["groups"])
     assert list(checks.groups_made(Path("elsewhere.py"), source(Path(table.SEAM)))), "the control: where they are made they are found"
 
 
@@ -59,15 +75,15 @@ def test_a_group_that_is_made_elsewhere_is_found(line: str) -> None:
     assert list(checks.groups_made(Path(table.SEAM), line)) == []
 
 
-def test_files_and_functions_are_short() -> None:
-    none(wrong for file in FILES for wrong in checks.too_long(file, source(file)))
+def test_files_and_functions_are_short(found: dict[str, list[str]]) -> None:
+    none(found["too long"])
 
 
-def test_every_row_and_every_exception_is_used() -> None:
+def test_every_row_and_every_exception_is_used(found: dict[str, list[str]]) -> None:
     """A table that speaks of what is gone misleads."""
     for names, wrong in ((table.ENVIRONMENT, "os."), (table.BOUNDARIES, "catches everything")):
-        used = {file for file in OURS if any(wrong in each for each in checks.wrong_calls(Path("elsewhere.py"), source(file)))}
-        none(f"nothing needs the entry of {name}" for name in names if not any(file.as_posix().startswith(name) for file in used))
+        used = {file.as_posix() for file in OURS if any(wrong in each for each in found[f"elsewhere, {file.as_posix()}"])}
+        none(f"nothing needs the entry of {name}" for name in names if not any(file.startswith(name) for file in used))
     none(f"nothing has the row of {row}" for row in table.IMPORTS if row not in MODULES and row != "examples")
 
 
@@ -155,9 +171,10 @@ def run_blocked(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_what_decides_and_plans_imports_nothing_installed() -> None:
     """Decisions run where torch, Ray, pydantic and numpy are not installed."""
-    for module in ("elastic.control.machine", "elastic.control.codec", "elastic.plan.transfer", "elastic.sim", "storage.slices"):
-        done = run_blocked(f"import {module}, elastic; dir(elastic)")
-        assert done.returncode == 0, f"{module}: {done.stderr}"
+    done = run_blocked(
+        "import elastic.control.machine, elastic.control.codec, elastic.plan.transfer, elastic.sim, storage.slices, elastic; dir(elastic)"
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_block_blocks() -> None:

@@ -7,7 +7,7 @@ import math
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.control import codec
@@ -25,6 +25,10 @@ from tests.control.play import outcome, stepping
 pytestmark = pytest.mark.fast
 
 
+FEW = settings(max_examples=25)
+"""Number of examples of a type.  Each example draws every field, and the next test draws the same types inside another one."""
+
+
 def strategy(kind: Any) -> st.SearchStrategy[Any]:
     """Draws any value of the type ``kind``; floats include infinity, but not NaN, which equals nothing."""
     return st.from_type(kind)
@@ -40,6 +44,7 @@ def through_json(value: object) -> Any:
 
 
 @pytest.mark.parametrize("kind", get_args(Event), ids=lambda kind: kind.__name__)
+@FEW
 @given(data=st.data())
 def test_events_come_back_as_they_were(kind: type[Event], data: st.DataObject) -> None:
     event = data.draw(strategy(kind))
@@ -47,6 +52,7 @@ def test_events_come_back_as_they_were(kind: type[Event], data: st.DataObject) -
 
 
 @pytest.mark.parametrize("kind", get_args(Action), ids=lambda kind: kind.__name__)
+@FEW
 @given(data=st.data())
 def test_actions_come_back_as_they_were(kind: type[Action], data: st.DataObject) -> None:
     action = data.draw(strategy(kind))
@@ -54,12 +60,14 @@ def test_actions_come_back_as_they_were(kind: type[Action], data: st.DataObject)
 
 
 @pytest.mark.parametrize("kind", get_args(State), ids=lambda kind: kind.__name__)
+@FEW
 @given(data=st.data())
 def test_states_come_back_as_they_were(kind: type[State], data: st.DataObject) -> None:
     state = data.draw(strategy(kind))
     assert decode(State, through_json(state)) == state
 
 
+@FEW
 @given(strategy(RunState))
 def test_runs_come_back_as_they_were(run: RunState) -> None:
     again = decode_run(through_json(run))

@@ -16,7 +16,7 @@ from elastic.control.run import Answer, Members, RunState, Stopping, Worker
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol.commit_record import Outcome
 from tests.control.play import outcome, stepping
-from tests.control.test_codec import through_json
+from tests.control.test_codec import FEW, through_json
 
 pytestmark = pytest.mark.fast
 
@@ -33,6 +33,7 @@ def between(before: Any, after: Any) -> Any:
     return SAME if change is SAME else json.loads(json.dumps(change))
 
 
+@FEW
 @given(st.from_type(RunState), st.from_type(RunState))
 def test_any_run_becomes_any_other(before: RunState, after: RunState) -> None:
     change = between(before, after)

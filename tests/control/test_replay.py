@@ -137,7 +137,8 @@ def test_sentences_are_compared_where_version_and_rules_are_the_same(kills: Any)
     """Differences that the kept journal already has, because some sentences have changed since, do not count."""
     segments, code = copy.deepcopy(kills), kills[0][0]["code"]
     segments[0][1][1]["reason"] = "because"
-    added = [each for each in differences(segments, code) if each not in list(differences(kills, code))]
+    there = [*differences(kills, code)]
+    added = [each for each in differences(segments, code) if each not in there]
     assert [(each.n, each.what) for each in added] == [(segments[0][1][1]["n"], "reason")]
     assert list(differences(segments, "another version")) == []
 

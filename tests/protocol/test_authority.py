@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic.ids import NodeId
 from elastic.protocol import authority as product
 from elastic.protocol.authority import COPY_S, DEPOSED, MARKS, Audience, Authority, Found, Replica, furthest, has_read_all, waits_s
-from tests.sim.mutants import copied
+from tests.sim.mutants import Edit, copied
 
 pytestmark = pytest.mark.fast
 
@@ -486,5 +486,5 @@ def test_in_the_dumb_world_coordinators_do_act() -> None:
     ],
 )
 def test_in_the_dumb_world_a_broken_rule_is_noticed(old: str, new: str) -> None:
-    rules = copied(product, (old, new))
+    rules = copied(product, Edit("authority", old, new))
     assert any(conflict(seed, rules) for seed in range(4000))

@@ -1,7 +1,7 @@
-"""Copies of ``elastic.control``, or of the rules of members and authority, with one rule broken, to see that the simulator notices.
+"""Copies of the product with one rule broken, to see that the simulator notices.
 
-A mutant is a substitution in the source of one module.  The text must be there exactly once: when the product changes, the
-mutant must be thought about again, and until then its test fails.
+A mutant is a substitution in the source of one module, or several where a rule is kept in several places.  The text must be there exactly
+once: when the product changes, the mutant must be thought about again, and until then its test fails.
 """
 
 from __future__ import annotations
@@ -10,83 +10,104 @@ import ast
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from functools import cache
+from types import CodeType, ModuleType
 
 import pytest
 
-from elastic.protocol import member
-from elastic.protocol.member import Member
+from elastic.protocol import authority, member, uploads
 from elastic.sim.coordinator import Advance
 
-PACKAGE = "elastic.control"
+PACKAGE, COPY = "elastic.control", "mutant_control"
 SHARED = frozenset({"rules", "run"})
-"""Modules that are not copied: vocabulary that the simulator uses too."""
+"""Modules of elastic.control that are not copied: vocabulary that the simulator uses too."""
+PROTOCOL = {"authority": authority, "member": member, "uploads": uploads}
+"""The modules of elastic.protocol that may be broken.  The simulator uses their values itself; those of elastic.control it only calls."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """An edit replaces the text ``old`` by ``new`` in ``module`` of elastic.control."""
+    """An edit replaces the text ``old`` by ``new`` in ``module`` of elastic.control, or in one of ``PROTOCOL``."""
 
     module: str
     old: str
     new: str
 
+    def applied(self, source: str) -> str:
+        """Returns ``source`` with the edit.  Raises :class:`LookupError` if the edit no longer applies."""
+        if source.count(self.old) != 1:
+            raise LookupError(f"{self.old!r} is {source.count(self.old)} times in {self.module}.py, not once")
+        return source.replace(self.old, self.new)
 
-def mutant_member(*edits: tuple[str, str]) -> type[Member]:
-    """Returns the class ``Member`` of a copy of ``elastic/protocol/member.py`` in which each (old, new) of ``edits`` is substituted."""
-    found: type[Member] = copied(member, *edits).Member
-    return found
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``edits``: more than one where a rule is kept in two places."""
-
-    name: str
-    edits: tuple[Edit, ...]
-
-    def advance(self) -> Advance:
-        """Returns the mutated ``advance``.  Raises :class:`LookupError` if a substitution no longer applies."""
-        for stale in [name for name in sys.modules if name.split(".")[0] == self._package]:  # of another mutant of this name
-            del sys.modules[stale]
-        sys.modules[self._package] = ModuleType(self._package)
-        advance: Advance = self._copied("machine").advance
-        unread = [edit.module for edit in self.edits if f"{self._package}.{edit.module}" not in sys.modules]
-        if unread:
-            raise LookupError(f"mutant {self.name}: nothing imports {unread}")
-        return advance
-
-    @property
-    def _package(self) -> str:
-        return f"mutant_{self.name}"
-
-    def _copied(self, name: str) -> ModuleType:
-        """Returns a copy of the module ``name`` that imports copies, or the module itself if it is shared."""
-        full_name = f"{self._package}.{name}"
-        if name in SHARED:
-            module = sys.modules[full_name] = importlib.import_module(f"{PACKAGE}.{name}")
-        else:
-            source = self._source(name)
-            for imported in _imports(source):
-                if f"{self._package}.{imported}" not in sys.modules:
-                    self._copied(imported)
-            module = sys.modules[full_name] = ModuleType(full_name)
-            exec(compile(source.replace(PACKAGE, self._package), f"<{full_name}>", "exec"), module.__dict__)
-        setattr(sys.modules[self._package], name, module)
-        return module
-
-    def _source(self, name: str) -> str:
-        source = inspect.getsource(importlib.import_module(f"{PACKAGE}.{name}"))
-        for edit in self.edits:
-            if edit.module == name and source.count(edit.old) != 1:
-                raise LookupError(f"mutant {self.name}: {edit.old!r} is {source.count(edit.old)} times in {name}.py, not once")
-            source = source.replace(edit.old, edit.new) if edit.module == name else source
-        return source
+    def applies(self) -> bool:
+        """Returns True, or raises :class:`LookupError`."""
+        return bool(self.applied(inspect.getsource(PROTOCOL.get(self.module) or importlib.import_module(f"{PACKAGE}.{self.module}"))))
 
 
+Patch = Callable[[pytest.MonkeyPatch], object]
+
+
+class Breach:
+    """A rule that is broken: by edits, more than one where the rule is kept in several places, or by a patch.
+
+    The simulator must say ``notices`` of the first seed that breaks a promise.  ``at`` is the scenario, and the seed that is tried before
+    its other seeds.  If the product changes and this seed breaks no promise any more, the test takes longer, and proves the same.
+    """
+
+    def __init__(self, name: str, notices: str, at: tuple[str, int], *how: Edit | Patch) -> None:
+        self.name, self.notices, (self.scenario, self.seed) = name, notices, at
+        self.edits = [each for each in how if isinstance(each, Edit)]
+        self.patches = [each for each in how if not isinstance(each, Edit)]
+
+
+@contextmanager
+def mutant(*edits: Edit) -> Iterator[Advance]:
+    """Gives ``advance`` of a copy of elastic.control, and lets the simulator use copies of ``PROTOCOL``, until the context ends.
+
+    The copies have ``edits``; without any, they are the control of all mutants.  Raises :class:`LookupError` if one no longer applies.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in PROTOCOL.items():
+            _use(copied(module, *(edit for edit in edits if edit.module == name)), module, patch)
+        yield mutated(*(edit for edit in edits if edit.module not in PROTOCOL))
+
+
+# ---- the coordinator's decisions, which the simulator is given
+
+
+def mutated(*edits: Edit) -> Advance:
+    """Returns ``advance`` of a copy of elastic.control with ``edits``.  Raises :class:`LookupError` if one no longer applies."""
+    for stale in [name for name in sys.modules if name.split(".")[0] == COPY]:  # of the mutant before
+        del sys.modules[stale]
+    sys.modules[COPY] = ModuleType(COPY)
+    advance: Advance = _control("machine", edits).advance
+    unread = [edit.module for edit in edits if f"{COPY}.{edit.module}" not in sys.modules]
+    if unread:
+        raise LookupError(f"nothing imports {unread}")
+    return advance
+
+
+def _control(name: str, edits: Sequence[Edit]) -> ModuleType:
+    """Returns a copy of the module ``name`` that imports copies, or the module itself if it is shared."""
+    original = importlib.import_module(f"{PACKAGE}.{name}")
+    if name in SHARED:
+        module = sys.modules[f"{COPY}.{name}"] = original
+    else:
+        source = inspect.getsource(original)
+        for imported in _imports(source):
+            if f"{COPY}.{imported}" not in sys.modules:
+                _control(imported, edits)
+        for edit in edits:
+            source = edit.applied(source) if edit.module == name else source
+        module = _executed(f"{COPY}.{name}", source.replace(PACKAGE, COPY))
+    setattr(sys.modules[COPY], name, module)
+    return module
+
+
+@cache
 def _imports(source: str) -> list[str]:
     """Returns the modules of elastic.control that ``source`` imports."""
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
@@ -97,30 +118,31 @@ def _imports(source: str) -> list[str]:
 # ---- the product's other values, which the simulator calls by the name of their module
 
 
-def copied(module: ModuleType, *edits: tuple[str, str]) -> ModuleType:
-    """Returns a copy of ``module`` in which each ``(old, new)`` of ``edits`` is substituted.
-
-    Raises :class:`LookupError` if a substitution no longer applies.
-    """
+def copied(module: ModuleType, *edits: Edit) -> ModuleType:
+    """Returns a copy of ``module`` with ``edits``.  Raises :class:`LookupError` if one no longer applies."""
     source = inspect.getsource(module)
-    for old, new in edits:
-        if source.count(old) != 1:
-            raise LookupError(f"{old!r} is {source.count(old)} times in {module.__name__}, not once")
-        source = source.replace(old, new)
-    copy = sys.modules[f"mutant_{module.__name__}"] = ModuleType(f"mutant_{module.__name__}")  # dataclasses look there
-    exec(compile(source, f"<{copy.__name__}>", "exec"), copy.__dict__)
-    return copy
+    for edit in edits:
+        source = edit.applied(source)
+    return _executed(f"mutant_{module.__name__}", source)
 
 
-@contextmanager
-def broken(module: ModuleType, *edits: tuple[str, str]) -> Iterator[None]:
-    """The simulator uses a copy of ``module`` with ``edits`` until the context ends."""
-    copy = copied(module, *edits)
-    with pytest.MonkeyPatch.context() as patch:
-        for user in [each for name, each in sys.modules.items() if name.startswith("elastic.sim.")]:
-            for name, value in list(vars(user).items()):
-                if value is module:
-                    patch.setattr(user, name, copy)
-                elif getattr(value, "__module__", "") == module.__name__ and hasattr(copy, name):
-                    patch.setattr(user, name, getattr(copy, name))
-        yield
+def _use(copy: ModuleType, module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Lets the simulator use ``copy`` in place of ``module``."""
+    for user in [each for name, each in sys.modules.items() if name.startswith("elastic.sim.")]:
+        for name, value in list(vars(user).items()):
+            if value is module:
+                patch.setattr(user, name, copy)
+            elif getattr(value, "__module__", "") == module.__name__ and hasattr(copy, name):
+                patch.setattr(user, name, getattr(copy, name))
+
+
+@cache
+def _compiled(source: str, name: str) -> CodeType:
+    """Compiles a module that has no edit once for all mutants."""
+    return compile(source, name, "exec")
+
+
+def _executed(name: str, source: str) -> ModuleType:
+    module = sys.modules[name] = ModuleType(name)  # dataclasses look there
+    exec(_compiled(source, f"<{name}>"), module.__dict__)
+    return module

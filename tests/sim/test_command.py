@@ -21,10 +21,10 @@ TRACES = Path(__file__).parent / "traces"
 def test_it_needs_no_ray(tmp_path: Path) -> None:
     """Two processes find what one process finds."""
     program = "import sys; sys.modules['ray'] = None; from elastic.__main__ import main; sys.exit(main())"
-    line = [sys.executable, "-c", program, "simulate", "--seeds", "600..700", "--jobs"]
+    line = [sys.executable, "-c", program, "simulate", "--seeds", "600..620", "--jobs"]
     told = [subprocess.run([*line, jobs], capture_output=True, text=True, check=True).stdout for jobs in ("1", "2")]
     assert re.sub(r"in \d+ s by \d", "", told[0]) == re.sub(r"in \d+ s by \d", "", told[1])
-    assert "100 seeds, " in told[0] and "(judged from 20000 seeds on)" in told[0]
+    assert "20 seeds, " in told[0] and "(judged from 20000 seeds on)" in told[0]
 
 
 def test_a_pair_that_never_met_fails_the_command_where_there_were_seeds_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +68,8 @@ def test_a_spot_trace_is_survived(name: str, pace: float, nodes: int, removals: 
     there, faults = from_trace(text, pace)
     assert (there, sum(fault.kind is Kind.NODE_KILL for fault in faults)) == (nodes, removals)
     said: list[str] = []
-    assert command.simulate_trace(TRACES / f"{name}.csv", range(2), pace, said.append) == 0
-    assert [line.split()[2] for line in said] == ["Finished"] * 2
+    assert command.simulate_trace(TRACES / f"{name}.csv", range(1), pace, said.append) == 0
+    assert [line.split()[2] for line in said] == ["Finished"]
     assert scenario_of(text, pace).rules.max_workers >= nodes
 
 

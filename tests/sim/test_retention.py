@@ -25,6 +25,6 @@ def deletions(seeds: range, keep: Keep) -> tuple[int, int]:
 
 
 def test_l7_no_promise_breaks_where_old_checkpoints_are_deleted() -> None:
-    runs, from_bucket = deletions(range(20), Keep(last=2))
-    assert runs >= 10 and from_bucket >= 1
+    runs, from_bucket = deletions(range(12), Keep(last=2))
+    assert runs >= 4 and from_bucket >= 1
     assert deletions(range(3), Keep()) == (0, 0), "the control: without a rule nothing is deleted"

@@ -24,7 +24,7 @@ from elastic.protocol.actions import Form
 from elastic.protocol.commit_record import Validated
 from elastic.protocol.events import Attached, Beat, Broken, Evaluated, Event, Fenced, Joined, Lost, Tick
 from elastic.sim import Coverage, Violation, simulate
-from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes, run_many
+from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import SIMULATED_POINTS, Fault, Kind, Point, draw
 from elastic.sim.faults import STATES as STATES_WITH_FAULTS
 from elastic.sim.scenario import ROWS, Scenario
@@ -32,13 +32,9 @@ from elastic.sim.simulation import Simulation
 from elastic.sim.truth import covers
 from elastic.sim.worker import Phase
 from storage.slices import Version
-from tests.sim.scenarios import CALM, barren, edge, interregnum, severed, storm, unshipped
+from tests.sim.scenarios import CALM, edge, interregnum, severed, storm, unshipped
 from tests.support.cells import cell, classes
 
-SEEDS, RARE = range(300), (450, 495, 526, 719, 732, 1707)
-"""The seeds of the suite, and some more in which pairs of state and event or occasions come that these have not: of the first 1,200, five
-are enough, and in the last one a dead worker's report is evidence.  The long version has 20,000.
-"""
 OCCASIONS = (
     "a collective completes with garbage",
     "a coordinator finds itself deposed",
@@ -63,22 +59,6 @@ OCCASIONS = (
     "workers' messages are taken together",
 )
 """Occasions that the seeds of the suite must meet; promises are judged on the way, so each occasion is shown to be harmless."""
-
-
-@pytest.fixture(scope="module")
-def seen() -> Coverage:
-    """Returns what the seeds met, and ten of each of the scenarios that have names.
-
-    Promises are judged on the way: a broken one fails all tests that use this fixture.  All run in this process, beside which other tests
-    hold deadlines.
-    """
-    coverage, broken = run_many([*SEEDS, *RARE])
-    assert broken is None, simulate(broken)
-    for seed in range(10):
-        for scenario in (storm(seed), edge(seed), barren(seed), interregnum(seed), replace(CALM, stop_at_s=8.0 + seed)):
-            coverage.add(simulate(seed, scenario))
-    print(coverage_table(coverage))
-    return coverage
 
 
 def test_no_promise_is_broken_and_every_run_ends(seen: Coverage) -> None:
@@ -113,7 +93,7 @@ def test_what_a_spare_has_validated_decides_nothing_in_any_state() -> None:
             assert told.run == evolve(time_alone.run, history=scored) and told.actions == time_alone.actions
         return advance(run, event, now, rules, *more)
 
-    for seed in range(12):
+    for seed in range(8):
         simulate(seed, Scenario.drawn(seed), watched)
     assert met.keys() >= {"Waiting", "Forming", "Running", "Stopping", "Finishing"}
 
@@ -128,7 +108,7 @@ def test_no_world_has_fewer_shards_than_a_device_needs(least: int) -> None:
         shards.update(action.plan.layout.dp_shard for action in decided.actions if isinstance(action, Form))
         return decided
 
-    for seed in range(40):
+    for seed in range(15):
         drawn = Scenario.drawn(seed)
         rules = replace(drawn.rules, min_workers=2, layout=LayoutRule(None, None, 1, "all"))
         simulate(seed, replace(drawn, rules=rules, least_shard=least), watched)
@@ -152,7 +132,7 @@ def test_a_pair_that_never_met_is_missing(seen: Coverage) -> None:
 
 def test_in_calm_weather_nothing_is_lost() -> None:
     """The control of all the others: without faults no step is dropped or abandoned, and worlds change only to grow."""
-    for seed in range(20):
+    for seed in range(10):
         report = simulate(seed, CALM)
         assert report.end == "Finished"
         assert not report.occasions["a prepared step is dropped"] and not report.occasions["steps are abandoned"]
@@ -181,7 +161,7 @@ def test_a_node_on_which_no_world_forms_is_refused_and_the_run_goes_on() -> None
     assert calm.end == "Finished" and "node n2 is refused" in calm.story()
     assert 1 <= len({each.generation for each in broken if each.cause == "setup"}) <= 2
     ends, told = Counter[str](), 0
-    for seed in range(60):
+    for seed in range(30):
         report = simulate(seed, replace(Scenario.drawn(seed), misset=(NodeId("n2"),)))
         ends[report.end] += 1
         told += any(isinstance(event, Broken) and event.cause == "setup" for _, event, _ in report.lines)
@@ -189,7 +169,7 @@ def test_a_node_on_which_no_world_forms_is_refused_and_the_run_goes_on() -> None
             reason.partition("node ")[2][:2] for _, _, reason in report.lines if "is refused" in reason and "no world forms with" in reason
         }
         assert refused <= {"n2"}, report.story()
-    assert told > 30 and ends["Finished"] > 40, ends
+    assert told > 15 and ends["Finished"] > 20, ends
 
 
 def test_data_that_never_comes_ends_the_run() -> None:
@@ -203,7 +183,7 @@ def test_data_that_never_comes_ends_the_run() -> None:
 
 def test_a_stop_that_is_asked_for_in_calm_weather_loses_nothing() -> None:
     """H2: the boundary is saved before the run stops."""
-    for seed in range(20):
+    for seed in range(8):
         report = simulate(seed, replace(CALM, stop_at_s=6.0))
         assert report.end == "Stopped"
         assert not any("not saved" in reason for _, _, reason in report.lines)
@@ -211,7 +191,7 @@ def test_a_stop_that_is_asked_for_in_calm_weather_loses_nothing() -> None:
 
 def test_a_stopped_run_is_resumed_by_the_next_incarnation() -> None:
     """H1, H2: it goes on from the bucket, with other workers."""
-    for seed in range(20):
+    for seed in range(8):
         report = simulate(seed, replace(CALM, stop_at_s=6.0, resumes=True))
         assert report.end == "Finished"
         assert report.occasions["a world starts from tier bucket"] == 1
@@ -238,7 +218,7 @@ def test_a_fault_at_every_point_is_survived(point: Point) -> None:
     """R1: kills, stops and exceptions strike at one point only."""
     kinds = (Kind.SIGKILL, Kind.SIGSTOP, Kind.EXCEPTION)
     struck: Counter[tuple[str, str]] = Counter()
-    for seed in range(20):
+    for seed in range(8):
         report = simulate(seed, replace(CALM, faults=draw(seed, 6, 20.0, kinds, points=(point,), doubles=0.0)))
         assert report.end == "Finished"
         assert all(f" at {point} " in what for _, event, what in report.lines if event is None and what.startswith("fault"))
@@ -271,11 +251,11 @@ print(hashlib.sha256("".join(simulate(seed).story() for seed in range(12)).encod
 """
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "4242"])
-def test_the_story_does_not_depend_on_the_hash_seed(hash_seed: str) -> None:
+def test_the_story_does_not_depend_on_the_hash_seed() -> None:
+    """Each Python draws a hash seed, and the other process has one of its own."""
     here = hashlib.sha256("".join(simulate(seed).story() for seed in range(12)).encode()).hexdigest()
     command = [sys.executable, "-c", STORIES]
-    there = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, check=True)
+    there = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "4242"}, capture_output=True, text=True, check=True)
     assert there.stdout.strip() == here
 
 

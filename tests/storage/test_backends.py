@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from actors.cli import main
 from storage.errors import Exists, Missing, Unavailable
 from storage.objects import ObjectStore
 from storage.objects.folder import Folder
@@ -69,7 +70,10 @@ class Shelf(Folder):
 
 
 def elastic(folder: Path, site: Path | None, *arguments: str) -> tuple[int, str]:
-    """Runs the command and returns its exit code and its output.  ``site``: a folder of packages, beside those of this Python."""
+    """Runs the command in a process of its own and returns its exit code and its output.
+
+    ``site`` is a folder of packages, beside those of this Python.
+    """
     path = os.pathsep.join([str(ROOT), *([str(site)] if site else [])])
     done = subprocess.run(
         [sys.executable, "-m", "elastic", *arguments],
@@ -83,7 +87,9 @@ def elastic(folder: Path, site: Path | None, *arguments: str) -> tuple[int, str]
     return done.returncode, done.stdout
 
 
-def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(tmp_path: Path) -> None:
+def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The job is killed before the commit of step 4, resumes from step 3, and equals the same job in a folder bit for bit."""
     install(tmp_path / "site")
     folder, bucket = f"{tmp_path}/bucket", f"toy://{tmp_path}/objects.db/bucket"
@@ -98,16 +104,19 @@ def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(tmp
     assert code < 0, shown
     code, shown = elastic(tmp_path, tmp_path / "site", "train", "toy.toml", "--local")
     assert code == 0 and re.findall(r"step +(\d+)/6  loss", shown) == ["4", "5", "6"], shown
-    code, shown = elastic(tmp_path, None, "train", "folder.toml", "--local")
-    assert code == 0 and re.findall(r"step +(\d+)/6  loss", shown) == ["1", "2", "3", "4", "5", "6"], shown
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "folder.toml", "--local"]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"step +(\d+)/6  loss", shown) == ["1", "2", "3", "4", "5", "6"], shown
 
-    hashes = {}
-    for name, step in (("toy", "6"), ("folder", "6"), ("folder", "3")):
-        files = tmp_path / f"{name}-{step}"
-        code, shown = elastic(tmp_path, tmp_path / "site", "checkpoint", "export", f"{name}.toml", "--step", step, "--to", str(files))
-        assert code == 0, shown
-        hashes[name, step] = state_hash(sorted(files.glob("*.safetensors")))
-    assert hashes["toy", "6"] == hashes["folder", "6"] != hashes["folder", "3"]
+    def export(name: str, step: str) -> list[str]:
+        return ["checkpoint", "export", f"{name}.toml", "--step", step, "--to", str(tmp_path / f"{name}-{step}")]
+
+    code, shown = elastic(tmp_path, tmp_path / "site", *export("toy", "6"))
+    assert code == 0, shown
+    assert [main(export("folder", step)) for step in "36"] == [0, 0]
+    toy, early, late = (state_hash(sorted((tmp_path / name).glob("*.safetensors"))) for name in ("toy-6", "folder-3", "folder-6"))
+    assert toy == late != early
     assert not list(tmp_path.glob("toy:*")), "nothing was taken for a folder"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import gc
 import os
 import sys
 from collections import Counter, defaultdict
@@ -42,9 +43,9 @@ FAST = ("architecture", "control", "data", "plan", "sim")
 """Folders of tests without Ray; with the files beside them they are ``pytest -m fast``."""
 
 
-GROUPS = {"actors": "machine", "examples": "machine", "gpu": "machine", "state": "memory", "train": "memory"}
-"""The group of a folder's tests, which use the machine as a whole: they start clusters, or measure its memory.  One process runs a whole
-group, in order; all other files are dealt one by one.
+GROUPS = {"actors": "machine", "examples": "machine", "gpu": "machine", "state": "memory", "train": "memory", "sim": "simulations"}
+"""The group of a folder's tests: they use the machine as a whole, since they start clusters or measure its memory, or they share what takes
+a minute to make.  One process runs a whole group, in order; all other files are dealt one by one.
 """
 
 
@@ -99,6 +100,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(here).parts[:-1] if item.path.is_relative_to(here) else ("elsewhere",)
         if (not folder or folder[0] in FAST) and not item.get_closest_marker("full"):
             item.add_marker("fast")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # thousands of tests are not garbage; Python would look at them again and again
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -29,7 +29,6 @@ def garbage_is_collected_rarely() -> Iterator[None]:
     gc.set_threshold(RARELY)
     yield
     gc.set_threshold(*usual)
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="package")

@@ -16,7 +16,7 @@ from elastic.plan.layout import Layout
 from tests.engine.test_bits import plain_training
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
-from tests.support.segments import compute, member
+from tests.support.segments import compute, here, member
 from tests.support.toys import toy_job
 
 STEPS, UNITS = 2, 5
@@ -89,7 +89,7 @@ def test_b14_four_rounds_of_two_are_one_round_of_eight(ranks: Ranks, tmp_path: P
     """
     layout, settings, kind, exchanges = MODES[mode]
     many, few = (accumulating(tmp_path / str(size), size, **settings) for size in (2, 8))
-    (four, _), (one, _) = ranks.run(layout, trained, many), ranks.run(layout, trained, few)
+    (four, _), (one, _) = ranks.run_each(layout, trained, [(many,), (few,)])
     assert [len(counts) for counts in four[1]] == [8] * STEPS and [len(counts) for counts in one[1]] == [2] * STEPS
     assert all(len(set(counts)) > 2 for counts in four[1]), "numbers of tokens differ"
     assert furthest(four, one) <= 1e-10
@@ -99,7 +99,7 @@ def test_b14_four_rounds_of_two_are_one_round_of_eight(ranks: Ranks, tmp_path: P
     assert [len(each) for each in sums] == [UNITS * exchanges, UNITS]
 
 
-def test_equal_weights_for_microbatches_give_something_else(ranks: Ranks, tmp_path: Path) -> None:
+def test_equal_weights_for_microbatches_give_something_else(tmp_path: Path) -> None:
     """The control of the values above."""
     wrong = (accumulating(tmp_path / str(size), size, loss=f"{__name__}:mean_of_means", reproducible=False) for size in (2, 8))
-    assert furthest(*(ranks.run(Layout(2, 1), trained, job)[0] for job in wrong)) > 1e-5
+    assert furthest(*(here(trained, job) for job in wrong)) > 1e-5

@@ -18,12 +18,9 @@ from elastic.engine.parallelize import sharding_table
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.plan.layout import Layout
 from tests.engine.test_memory import SEQ, Watch, same, trained, wrapped
-from tests.support.ranks import Ranks
-from tests.support.segments import Trained, member, train
+from tests.support.segments import here, member
 from tests.support.toys import toy_job
-from tests.support.worlds import STEPS
 
 SMALL = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1}
 
@@ -217,23 +214,6 @@ def test_compiled_blocks_too(recompute: str) -> None:
     assert same(moved, wanted) and not same(rounded, wanted)
 
 
-@pytest.mark.parametrize(("layout", "recompute"), [(Layout(1, 3), "block"), (Layout(2, 1), "none")], ids=str)
-def test_worlds_that_offload_end_with_the_bits_of_the_run_that_keeps_everything(
-    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, recompute: str
-) -> None:
-    """Promise 1."""
-    job = toy_job(tmp_path, activations="offload", recompute=recompute)
-    assert train(ranks, job, layout, STEPS).hash == reference.hash
-
-
-@pytest.mark.parametrize("kept", ["int8", "fp8"])
-def test_every_layout_compresses_to_the_same_bits(ranks: Ranks, reference: Trained, tmp_path: Path, kept: str) -> None:
-    """The control: without compression the bits are others."""
-    layouts = (Layout(1, 1), Layout(1, 3), Layout(2, 1))
-    found = {train(ranks, toy_job(tmp_path / str(layout), activations=kept), layout, 3).hash for layout in layouts}
-    assert len(found | {train(ranks, toy_job(tmp_path / "keep"), Layout(1, 1), 3).hash}) == 2
-
-
 def curve(world: World, job: Job, steps: int, largest: int) -> list[float]:
     """Returns the losses of ``steps`` steps, with this largest number in int8."""
     activations.LARGEST, usual = largest, activations.LARGEST
@@ -244,14 +224,14 @@ def curve(world: World, job: Job, steps: int, largest: int) -> list[float]:
         activations.LARGEST = usual
 
 
-def test_the_loss_with_compressed_activations_is_that_without(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_loss_with_compressed_activations_is_that_without(tmp_path: Path) -> None:
     """F5: within 1 %, mean of the last ten of 200 steps of a toy, whose blocks keep less than 0.30 of the bytes.  The control: with two
     bits a number it is not.
     """
     last = {}
     for name, kept, largest in (("keep", "keep", 127), ("int8", "int8", 127), ("fp8", "fp8", 127), ("two bits", "int8", 1)):
         changes = {"global_batch": 4, "microbatch": 4, "steps": 200, "activations": kept, "optim": {"lr": 1e-3}, "model_args": SMALL}
-        (losses,) = ranks.run(Layout(1, 1), curve, toy_job(tmp_path / name, **changes), 200, largest)
+        losses = here(curve, toy_job(tmp_path / name, **changes), 200, largest)
         last[name] = statistics.mean(losses[-10:])
     assert last["int8"] == pytest.approx(last["keep"], rel=0.01) == last["fp8"]
     assert len({*last.values()}) == 4

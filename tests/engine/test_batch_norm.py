@@ -30,7 +30,7 @@ from elastic.train.warmup import warm_up
 from tests.engine.test_bits import plain_training
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks
-from tests.support.segments import finish, member, train
+from tests.support.segments import finish, member, train_here
 from tests.support.toys import BatchNormed, batch_normed, toy_job
 from tests.support.worlds import STEPS
 from tests.train.test_transaction import Settled, fenced_in_the_commit, undisturbed
@@ -94,12 +94,7 @@ def alone(job: Job, steps: int, **changes: Any) -> Told:
 # ---- against torch
 
 
-@pytest.mark.parametrize(
-    ("layout", "nodes", "wrong"),
-    [(Layout(1, 1), "", False), (Layout(2, 2), "aabb", False), (Layout(2, 2), "aabb", True)],
-    ids=["one worker", "four workers", "other weights"],
-)
-def test_statistics_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path, layout: Layout, nodes: str, wrong: bool) -> None:
+def test_statistics_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path) -> None:
     """A9, U6: the judge runs the microbatches one after the other, as on one device, through torch's own modules.  The control: weights in
     another order.
     """
@@ -112,12 +107,13 @@ def test_statistics_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path,
         reduction={"block": 3},
     )
     expected, losses = plain_training(job, 4)
-    add = in_order_of_arrival if wrong else ADD
-    for told in ranks.run(layout, trained, job, 4, add, torch.float64, nodes=nodes):
+    cases = [(job, 4, add, torch.float64) for add in (ADD, in_order_of_arrival)]
+    right, wrong = ranks.run_each(Layout(2, 2), trained, cases, nodes="aabb")
+    for told, lost in (*((each, False) for each in right), *((each, True) for each in wrong)):
         assert told.losses == pytest.approx(losses, rel=1e-10)  # the norms train by their own microbatch, so the losses are right anyway
         assert told.buffers.keys() == expected["buffer"].keys()
         furthest = max(float((told.buffers[name] - value).abs().max()) for name, value in expected["buffer"].items())
-        assert furthest > 1e-4 if wrong else furthest <= 1e-12
+        assert furthest > 1e-4 if lost else furthest <= 1e-12
 
 
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"precision": "fp16"}], ids=str)
@@ -130,27 +126,16 @@ def test_statistics_against_plain_torch_in_float32(tmp_path: Path, changes: dict
         torch.testing.assert_close(told.buffers[name], value, rtol=0.05 if changes else 1e-4, atol=0.01 if changes else 1e-6)
 
 
-# ---- in every layout
+# ---- in every layout, of which test_covering.py has more
 
 
 RAMP: dict[str, Any] = {"batch_ramp": {"start": 4, "increment": 4, "samples": 24}, "steps": STEPS}
 
 
 @pytest.fixture(scope="module")
-def hash_alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
+def hash_alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the state that one worker ends with; it covers the buffers."""
-    return train(ranks, job_of(tmp_path_factory.mktemp("alone"), **RAMP), Layout(1, 1), STEPS).hash
-
-
-@pytest.mark.parametrize(("first", "then"), [(Layout(1, 2), Layout(3, 1)), (Layout(2, 2), Layout(1, 1))], ids=str)
-def test_the_bits_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path, hash_alone: str, first: Layout, then: Layout) -> None:
-    """A9, U6, promises 1 and 4: stopped while the batch grows and resumed in another layout, some of whose ranks idle.
-
-    Blocks are computed again.  The next test is the control.
-    """
-    job = job_of(tmp_path, **RAMP, recompute="block")
-    begun = train(ranks, job, first, 3)
-    assert train(ranks, job, then, STEPS, begun.version).hash == hash_alone
+    return train_here(job_of(tmp_path_factory.mktemp("alone"), **RAMP), STEPS).hash
 
 
 def other_momentum(**args: Any) -> nn.Module:
@@ -160,9 +145,9 @@ def other_momentum(**args: Any) -> nn.Module:
     return model
 
 
-def test_the_hash_sees_the_statistics(ranks: Ranks, tmp_path: Path, hash_alone: str) -> None:
+def test_the_hash_sees_the_statistics(tmp_path: Path, hash_alone: str) -> None:
     """U6: the control; the momentum changes the running statistics of a norm, and nothing else."""
-    assert train(ranks, job_of(tmp_path, **RAMP, model=f"{HERE}:other_momentum"), Layout(1, 1), STEPS).hash != hash_alone
+    assert train_here(job_of(tmp_path, **RAMP, model=f"{HERE}:other_momentum"), STEPS).hash != hash_alone
 
 
 @pytest.mark.parametrize(("layout", "zero"), [(Layout(3, 1), 1), (Layout(1, 3), 2), (Layout(2, 2), 3)], ids=str)

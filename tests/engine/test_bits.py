@@ -1,4 +1,4 @@
-"""Promise 1: the same bits whatever the number of data ranks, replicas and shards; an unsharded torch.optim is the independent judge."""
+"""An unsharded torch.optim is the independent judge of what worlds compute; that all compute the same bits is in ``test_covering.py``."""
 
 from __future__ import annotations
 
@@ -24,29 +24,8 @@ from elastic.plan.layout import Layout
 from elastic.runs.run import Run
 from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
-from tests.support.segments import Part, Trained, segment, train
+from tests.support.segments import Part, segment, train, train_here
 from tests.support.toys import Own, toy_job
-from tests.support.worlds import STEPS
-
-LAYOUTS = [Layout(2, 1), Layout(3, 1), Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 4), Layout(4, 1)]
-OWN = {"model": "tests.support.toys:own", "model_args": {}}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_gives_the_bits_of_one_worker(ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout) -> None:
-    """B1, promise 1: dropout on, tied embeddings, masked tokens, uneven shards, clipping; 8 microbatches over 3 ranks leave one idle."""
-    found = train(ranks, toy_job(tmp_path), layout, STEPS)
-    assert found.hash == reference.hash
-    want = [replace(outcome, generation=0) for outcome in reference.outcomes]
-    for part in found.parts:
-        assert [replace(outcome, generation=0) for outcome in part.outcomes] == want
-    assert sum(part.microbatches for part in found.parts) == STEPS * 8
-
-
-def test_a_users_own_model_too(ranks: Ranks, tmp_path: Path) -> None:
-    """Promise 1, without a sharding table: odd sizes, biases, layer norms, untied; shards uneven at every degree."""
-    one, three = (train(ranks, toy_job(tmp_path / str(layout.world), **OWN), layout, STEPS) for layout in (Layout(1, 1), Layout(1, 3)))
-    assert one.hash == three.hash
 
 
 class Transposed(Own):
@@ -66,46 +45,14 @@ class Transposed(Own):
 def test_weights_in_another_order_in_memory_too(ranks: Ranks, tmp_path: Path, layout: Layout, zero: int) -> None:
     """Promise 1.  A world of several shards cuts such weights into parts, which are in the usual order; FSDP2 refuses them."""
     job = toy_job(tmp_path / "one", model="tests.engine.test_bits:Transposed", model_args={})
-    one = train(ranks, job, Layout(1, 1), 2)
+    one = train_here(job, 2)
     assert train(ranks, job.replace(bucket=str(tmp_path / "more"), parallel={"zero": zero}), layout, 2).hash == one.hash
-
-
-PLACES = [(Layout(1, 1), ""), (Layout(2, 2), "aabb"), (Layout(1, 4), "abbb"), (Layout(4, 1), "aaaa"), (Layout(3, 1), "aab")]
-"""Layouts, each with the nodes of its members."""
-
-
-def test_blocks_give_the_same_bits_on_any_nodes(ranks: Ranks, tmp_path: Path) -> None:
-    """N7, promise 1: blocks of 3 of 8 microbatches, added inside nodes where one has the room, by the owners where none has."""
-    hashes, outcomes = set(), []
-    for number, (layout, nodes) in enumerate(PLACES):
-        found = train(ranks, toy_job(tmp_path / str(number), reduction={"block": 3}), layout, 2, nodes=nodes)
-        hashes.add(found.hash)
-        outcomes.append([replace(outcome, generation=0) for outcome in found.outcomes])
-        assert sum(part.microbatches for part in found.parts) == 2 * 8
-    assert len(hashes) == 1 and outcomes == [outcomes[0]] * len(PLACES)
-    assert train(ranks, toy_job(tmp_path / "one"), Layout(1, 1), 2).hash not in hashes, "the block is part of the job"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"seed": 1},
-        {"global_batch": 14},
-        {"optim": {"lr": 1e-2, "clip_norm": 0.5}},
-        {"data": {"dataset": "tests.support.toys:Sums", "args": {"masked": False}}},
-    ],
-    ids=["seed", "a microbatch less", "clip", "masks"],
-)
-def test_the_hash_sees_what_should_change_it(ranks: Ranks, reference: Trained, tmp_path: Path, changes: dict[str, object]) -> None:
-    """Negative control."""
-    assert train(ranks, toy_job(tmp_path, **changes), Layout(2, 1), STEPS).hash != reference.hash
 
 
 def test_the_library_sum_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
     """E6: negative control of the fold: without it the bits do differ, so the equality above is not for free; the values stay near."""
-    one, three = (
-        train(ranks, toy_job(tmp_path / str(layout.world), reproducible=False), layout, STEPS) for layout in (Layout(1, 1), Layout(3, 1))
-    )
+    one = train_here(toy_job(tmp_path / "one", reproducible=False), 3)
+    three = train(ranks, toy_job(tmp_path / "three", reproducible=False), Layout(3, 1), 3)
     assert one.hash != three.hash
     for a, b in zip(one.outcomes, three.outcomes, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-4)
@@ -197,9 +144,11 @@ def exactly(world: World, job: Job, steps: int, lossy: bool) -> Part:
         return segment(world, job, Version(0, 0), steps)
 
 
-@pytest.mark.parametrize("lossy", [False, True], ids=["all", "one is lost"])
-def test_blocks_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path, lossy: bool) -> None:
-    """N7: the losses of a plain loop to 1e-10, with two nodes that add blocks of two; equal bits would hide an error that all share."""
+def test_blocks_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path) -> None:
+    """N7: the losses of a plain loop to 1e-10, with two nodes that add blocks of two; equal bits would hide an error that all share.
+
+    The control: a gradient of every block is lost.
+    """
     job = toy_job(
         tmp_path,
         model="tests.engine.test_bits:double",
@@ -210,6 +159,6 @@ def test_blocks_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path, los
         reduction={"block": 2},
     )
     _, expected = plain_training(job, 4)
-    part, *_ = ranks.run(Layout(2, 2), exactly, job, 4, lossy, nodes="aabb")
-    furthest = max(abs(outcome.loss - loss) for outcome, loss in zip(part.outcomes, expected, strict=True))
-    assert furthest > 1e-4 if lossy else furthest <= 1e-10
+    parts = [members[0] for members in ranks.run_each(Layout(2, 2), exactly, [(job, 4, False), (job, 4, True)], nodes="aabb")]
+    all_there, lossy = (max(abs(each.loss - loss) for each, loss in zip(part.outcomes, expected, strict=True)) for part in parts)
+    assert all_there <= 1e-10 and lossy > 1e-4

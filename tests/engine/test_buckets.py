@@ -18,9 +18,8 @@ from elastic.plan.layout import Layout
 from elastic.train.preflight import preflight
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, compute, member, train
+from tests.support.segments import compute, member
 from tests.support.toys import toy_job
-from tests.support.worlds import STEPS
 
 BLOCK, REST = 4 * 32 * 32 + 3 * 32 * 96 + 2 * 32, 30 * 32 + 32
 """Elements of a block of the toy model, of which there are four, and of the rest; counted by hand."""
@@ -47,18 +46,21 @@ def stepping(world: World, job: Job) -> tuple[Calls, list[list[int]], list[int]]
         return calls, list(found.values()), list(sizes.values())
 
 
-@pytest.mark.parametrize(("elements", "buckets"), [("block", [BLOCK] * 4), (3 * BLOCK, [BLOCK, 3 * BLOCK])])
 @pytest.mark.parametrize(("layout", "kind"), [(Layout(2, 1), "allreduce"), (Layout(1, 2), "reduce_scatter")], ids=["2x1", "1x2"])
-def test_c7_a_bucket_is_one_collective_and_one_memory(
-    ranks: Ranks, tmp_path: Path, layout: Layout, kind: str, elements: int | str, buckets: list[int]
-) -> None:
+def test_c7_a_bucket_is_one_collective_and_one_memory(ranks: Ranks, tmp_path: Path, layout: Layout, kind: str) -> None:
     """C7: the sizes that the log says are those that are summed; all gradients of a bucket are views of one memory, which has no more.
 
     The control: with ``block`` each block is one by itself.
     """
-    job = bucketed(tmp_path, elements, 1 if layout.dp_shard > 1 else 0, **FREE)
-    (calls, gradients, sizes), _ = ranks.run(layout, stepping, job)
-    wanted = sorted([*buckets, REST])
+    sizes_of: dict[int | str, list[int]] = {"block": [BLOCK] * 4, 3 * BLOCK: [BLOCK, 3 * BLOCK]}
+    jobs = [bucketed(tmp_path / str(elements), elements, 1 if layout.dp_shard > 1 else 0, **FREE) for elements in sizes_of]
+    found = ranks.run_each(layout, stepping, [(job,) for job in jobs])
+    for (elements, buckets), job, (stepped, _) in zip(sizes_of.items(), jobs, found, strict=True):
+        check_buckets(job, layout, kind, elements, sorted([*buckets, REST]), stepped)
+
+
+def check_buckets(job: Job, layout: Layout, kind: str, elements: int | str, wanted: list[int], stepped: Any) -> None:
+    calls, gradients, sizes = stepped
     share = layout.dp_shard
     assert sorted(sum(each) for each in gradients) == [each // share for each in wanted] == sorted(sizes)
     counted = layout.dp_shard + 1 if layout.dp_shard > 1 else 1  # a reduce-scatter has its result beside what is given
@@ -73,29 +75,11 @@ def test_c7_a_bucket_is_one_collective_and_one_memory(
     assert said == ([f"{text}elements"] if elements != "block" else [])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_c7_gradients_of_a_layer_are_one_memory_in_stage_3(ranks: Ranks, tmp_path: Path, precision: str) -> None:
+def test_c7_gradients_of_a_layer_are_one_memory_in_stage_3(ranks: Ranks, tmp_path: Path) -> None:
     """C7: each layer is a bucket there; its gradients, summed over four rounds, are views of the memory that FSDP2 has summed into."""
-    _, gradients, sizes = ranks.run(Layout(1, 2), stepping, bucketed(tmp_path, "block", 3, precision=precision, **FREE))[0]
-    assert sorted(sum(each) for each in gradients) == [each // 2 for each in (REST, *[BLOCK] * 4)] == sorted(sizes)
-
-
-@pytest.mark.parametrize("layout", [Layout(1, 3), Layout(2, 2)], ids=str)
-def test_c7_buckets_change_no_bits(ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout) -> None:
-    """C7: with shards that are uneven, replicas beside shards, tied embeddings.  The control: another seed gives other bits."""
-    found = train(ranks, bucketed(tmp_path / "two", 2 * BLOCK), layout, STEPS)
-    assert found.hash == reference.hash
-    assert train(ranks, bucketed(tmp_path / "other", 2 * BLOCK, seed=1), layout, STEPS).hash != reference.hash
-
-
-def test_c7_a_run_goes_on_with_other_buckets(ranks: Ranks, tmp_path: Path) -> None:
-    """C7: also in bf16, through a checkpoint and another layout."""
-    whole = train(ranks, bucketed(tmp_path / "whole", "block", precision="bf16"), Layout(1, 1), 4)
-    version = Version(0, 0)
-    for last, (elements, layout) in enumerate([(10**9, Layout(1, 3)), ("block", Layout(1, 2)), (2 * BLOCK, Layout(2, 2))], 2):
-        found = train(ranks, bucketed(tmp_path / "moved", elements, precision="bf16"), layout, last, version)
-        version = found.version
-    assert found.hash == whole.hash
+    jobs = [bucketed(tmp_path / precision, "block", 3, precision=precision, **FREE) for precision in ("fp32", "bf16")]
+    for (_, gradients, sizes), _ in ranks.run_each(Layout(1, 2), stepping, [(job,) for job in jobs]):
+        assert sorted(sum(each) for each in gradients) == [each // 2 for each in (REST, *[BLOCK] * 4)] == sorted(sizes)
 
 
 class Mixed(nn.Module):

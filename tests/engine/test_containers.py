@@ -22,7 +22,7 @@ from elastic.train.model import build_model, builder_of
 from elastic.train.preflight import preflight
 from tests.engine.test_memory import Watch, grads_of, measured, same, wrapped
 from tests.support.ranks import Ranks
-from tests.support.segments import train
+from tests.support.segments import train, train_here
 from tests.support.toys import toy_job
 
 KINDS: dict[str, Any] = {
@@ -117,20 +117,6 @@ def job_of(folder: Path, model: type[Parts] = Parts, **changes: Any) -> Job:
     return toy_job(folder, model=f"{__name__}:{model.__name__}", **changes)
 
 
-def test_they_train_with_the_same_bits_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
-    one = train(ranks, job_of(tmp_path / "one"), Layout(1, 1), 2)
-    again = {"recompute": "block", "activations": "offload"}
-    for number, (layout, changes) in enumerate(
-        [
-            (Layout(1, 2), {}),
-            (Layout(2, 1), {}),
-            (Layout(1, 2), {"recompute": "sqrt"}),
-            (Layout(1, 2), again),
-        ]
-    ):
-        assert train(ranks, job_of(tmp_path / str(number), **changes), layout, 2).hash == one.hash, (layout, changes)
-
-
 def test_a_container_in_a_table_of_ones_own_is_refused(tmp_path: Path) -> None:
     """No worker has started then.  The control names its children."""
     with pytest.raises(ModelError, match=r"^sharding\(\) of Named names 'layers.1', a ModuleList, .* has no forward\(\); name"):
@@ -154,4 +140,4 @@ def test_what_the_library_refuses_of_a_model_is_no_peers_error(ranks: Ranks, tmp
     job = job_of(tmp_path, Turned, parallel={"zero": 3})
     for cause, signature in ranks.run(Layout(1, 2), refused, job):
         assert cause == "job" and signature.startswith("NotImplementedError at ")
-    assert train(ranks, job, Layout(1, 2), 1).hash == train(ranks, job_of(tmp_path / "one", Turned), Layout(1, 1), 1).hash
+    assert train(ranks, job, Layout(1, 2), 1).hash == train_here(job_of(tmp_path / "one", Turned), 1).hash

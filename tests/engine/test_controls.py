@@ -18,7 +18,7 @@ from elastic.plan.layout import Layout
 from elastic.runs.run import Run
 from storage import slices
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, finish, train
+from tests.support.segments import Trained, finish, train, train_here
 from tests.support.toys import Sums, toy_job
 
 LAYOUT, STEPS = Layout(1, 2), 4
@@ -54,33 +54,33 @@ def weighted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
 
 
 @pytest.fixture(scope="module")
-def honest(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Returns four undisturbed steps: one epoch, so that every sample is read once."""
-    return train(ranks, toy_job(tmp_path_factory.mktemp("honest"), **PLAIN), Layout(1, 1), STEPS)
+    return train_here(toy_job(tmp_path_factory.mktemp("honest"), **PLAIN), STEPS)
 
 
 def dataset(name: str, **args: object) -> dict[str, object]:
     return {"data": {"dataset": f"tests.engine.test_controls:{name}", "args": args}}
 
 
-def test_two_samples_of_a_step_swapped_between_microbatches(ranks: Ranks, honest: Trained, tmp_path: Path) -> None:
+def test_two_samples_of_a_step_swapped_between_microbatches(honest: Trained, tmp_path: Path) -> None:
     """Two samples of one step change places between their microbatches: only roundings differ, and the hash sees them."""
     ids = Cursor(64, 16, 0).ids(3)
-    swapped = train(ranks, toy_job(tmp_path / "swapped", **PLAIN, **dataset("Swapped", pair=[ids[1], ids[4]])), LAYOUT, STEPS)
+    swapped = train_here(toy_job(tmp_path / "swapped", **PLAIN, **dataset("Swapped", pair=[ids[1], ids[4]])), STEPS)
     assert swapped.hash != honest.hash
     assert swapped.outcomes[3].loss == pytest.approx(honest.outcomes[3].loss, rel=1e-4)
-    control = train(ranks, toy_job(tmp_path / "control", **PLAIN, **dataset("Swapped", pair=[0, 0])), LAYOUT, STEPS)
+    control = train_here(toy_job(tmp_path / "control", **PLAIN, **dataset("Swapped", pair=[0, 0])), STEPS)
     assert control.hash == honest.hash, "the wrapper itself changes nothing"
 
 
-def test_the_weight_of_one_microbatch_dropped(ranks: Ranks, honest: Trained, tmp_path: Path) -> None:
+def test_the_weight_of_one_microbatch_dropped(honest: Trained, tmp_path: Path) -> None:
     first = Cursor(64, 16, 0).microbatch_ids(3, 5, 2)[0]
 
     def run(name: str, weight: float) -> str:
         job = toy_job(
             tmp_path / name, loss="tests.engine.test_controls:weighted", **PLAIN, **dataset("Marked", marked=first, weight=weight)
         )
-        return train(ranks, job, LAYOUT, STEPS).hash
+        return train_here(job, STEPS).hash
 
     assert run("dropped", 0.0) != honest.hash
     assert run("kept", 1.0) == honest.hash, "the wrapper itself changes nothing"
@@ -110,7 +110,7 @@ def test_state_of_an_older_step_under_a_newer_name(ranks: Ranks, honest: Trained
     new = train(ranks, job, LAYOUT, 3, old.version)
 
     def resumed(name: str, stale: Callable[[slices.Tensor, slices.Slice], bool]) -> str:
-        return train(ranks, forged(job, new.version, old.version, stale, tmp_path / name), LAYOUT, STEPS, new.version).hash
+        return train_here(forged(job, new.version, old.version, stale, tmp_path / name), STEPS, new.version).hash
 
     assert resumed("copy", lambda tensor, part: False) == honest.hash
     assert resumed("stale", one_moment_slice) != honest.hash

@@ -6,7 +6,6 @@ import hashlib
 import random
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -18,7 +17,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.train import step as stepping
 from tests.support.ranks import Ranks
-from tests.support.segments import member, train
+from tests.support.segments import here, member, train, train_here
 from tests.support.toys import Own, toy_job
 
 MICROBATCHES, STEPS = 8, 2
@@ -47,32 +46,32 @@ def masks(world: World, job: Job, one_seed: bool = False) -> Masks:
     return {place: dict(of) for place, of in found.items()}
 
 
-def drawn(ranks: Ranks, layout: Layout, job: Job, **more: Any) -> Masks:
+def joined(told: list[Masks]) -> Masks:
     """Returns the masks of all members; no two of them compute the same microbatch."""
-    told: list[Masks] = ranks.run(layout, masks, job, *more.values())
     whole = {place: of for each in told for place, of in each.items()}
     assert len(whole) == sum(map(len, told)) == STEPS * MICROBATCHES
     assert all(each for each in told), "each member has computed something"
     return whole
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
-def test_a8_masks_differ_between_members_and_not_between_layouts(ranks: Ranks, tmp_path: Path, recompute: str) -> None:
+def test_a8_masks_differ_between_members_and_not_between_layouts(ranks: Ranks, tmp_path: Path) -> None:
     """A8: also when a block is computed again, up to its last dropout, whose output the backward pass does not need.
 
     The last lines are the control.
     """
-    job = toy_job(tmp_path, recompute=recompute)
-    one, *others = (drawn(ranks, layout, job) for layout in (Layout(1, 1), Layout(3, 1), Layout(1, 2)))
-    assert others == [one, one]
-    for of in one.values():
-        assert len(of) == 4, "a module for each of the layers"
-        assert all(len(set(each[:2])) == 2 for each in of.values()), "a block draws two masks"
-        assert all(each[2:] == (each[:1] if recompute == "block" else []) for each in of.values()), "and the first one again"
-    firsts = [each[0] for of in one.values() for each in of.values()]
-    assert len(set(firsts)) == len(firsts) == STEPS * MICROBATCHES * 4
-    alike = drawn(ranks, Layout(3, 1), job, one_seed=True)
-    assert len({each[0] for of in alike.values() for each in of.values()}) == 4
+    jobs = [toy_job(tmp_path / recompute, recompute=recompute) for recompute in ("none", "block")]
+    shards = ranks.run_each(Layout(1, 2), masks, [(job,) for job in jobs])
+    *replicas, alike = ranks.run_each(Layout(3, 1), masks, [*((job,) for job in jobs), (jobs[0], True)])
+    for job, *others in zip(jobs, shards, replicas, strict=True):
+        one = joined([here(masks, job)])
+        assert [joined(each) for each in others] == [one, one]
+        for of in one.values():
+            assert len(of) == 4, "a module for each of the layers"
+            assert all(len(set(each[:2])) == 2 for each in of.values()), "a block draws two masks"
+            assert all(each[2:] == (each[:1] if job.recompute == "block" else []) for each in of.values()), "and the first one again"
+        firsts = [each[0] for of in one.values() for each in of.values()]
+        assert len(set(firsts)) == len(firsts) == STEPS * MICROBATCHES * 4
+    assert len({each[0] for of in joined(alike).values() for each in of.values()}) == 4
 
 
 class Dropping(Own):
@@ -88,8 +87,6 @@ class Dropping(Own):
 def test_a8_the_random_numbers_of_python_and_numpy_belong_to_the_microbatch_too(ranks: Ranks, tmp_path: Path) -> None:
     """A8, promise 1: in another layout, and by processes that have drawn before.  The control: another seed."""
     job = toy_job(tmp_path, model="tests.engine.test_dropout:Dropping", model_args={}, parallel={"zero": 2})
-    one, two, other = (
-        train(ranks, job.replace(bucket=str(tmp_path / str(n)), seed=seed), layout, 2).outcomes
-        for n, (layout, seed) in enumerate([(Layout(1, 1), 0), (Layout(1, 2), 0), (Layout(1, 1), 1)])
-    )
+    one, other = (train_here(job.replace(bucket=str(tmp_path / str(seed)), seed=seed), 2).outcomes for seed in (0, 1))
+    two = train(ranks, job, Layout(1, 2), 2).outcomes
     assert [each.losses for each in one] == [each.losses for each in two] != [each.losses for each in other]

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in fp8: the numbers are those that the formats hold, and the bits are the same in every layout."""
+"""Linear layers that multiply in fp8: the numbers are those that the formats hold.  ``test_covering.py`` has them in every layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from elastic.models.spec import ShardingTable
 from elastic.plan.layout import Layout
 from elastic.train.preflight import preflight
 from tests.support.ranks import Ranks
-from tests.support.segments import member, train
+from tests.support.segments import here, member, train, train_each, train_here
 from tests.support.toys import toy_job
 
 FITS = {"vocab": 29, "dim": 32, "layers": 2, "heads": 4, "hidden": 64, "dropout": 0.1}
@@ -183,40 +183,15 @@ def test_a_model_without_such_layers_is_refused(tmp_path: Path, precision: str) 
         preflight(job)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
-def test_every_layout_gives_the_same_bits(ranks: Ranks, tmp_path: Path, precision: str) -> None:
-    """E5: shards, replicas, weights that are gathered once, recomputation, and a world that changes.
-
-    State that is offloaded is an independent way: weights are in bf16 there, and cast in each pass.  The control: bf16 has other bits.
-    """
-    fits: dict[str, Any] = {"model_args": FITS, "precision": precision}
-    one = train(ranks, toy_job(tmp_path / "one", **fits), Layout(1, 1), 2)
-    for number, (layout, changes) in enumerate(
-        [
-            (Layout(1, 3), {}),
-            (Layout(1, 2), {"recompute": "sqrt"}),
-            (Layout(1, 2), {"activations": "offload"}),
-            (Layout(2, 1), {"recompute": "block"}),
-            (Layout(1, 2), {"parallel": {"zero": 2}, "recompute": "selective"}),
-            (Layout(1, 3), {"parallel": {"zero": 2}}),
-            (Layout(1, 2), {"parallel": {"zero": 2}, "offload": "optimizer"}),
-        ]
-    ):
-        assert train(ranks, toy_job(tmp_path / str(number), **fits, **changes), layout, 2).hash == one.hash, (layout, changes)
-    half = train(ranks, toy_job(tmp_path / "moved", **fits), Layout(1, 2), 1)
-    assert train(ranks, toy_job(tmp_path / "moved", **fits), Layout(2, 1), 2, half.version).hash == one.hash
-    assert train(ranks, toy_job(tmp_path / "bf16", **{**fits, "precision": "bf16"}), Layout(1, 1), 2).hash != one.hash
-
-
 @pytest.mark.parametrize("precision", ["fp8", pytest.param("fp8-rowwise", marks=pytest.mark.full)])
 def test_every_layout_gives_the_same_bits_when_compiled(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     """The control: without compilation the bits are others, so the blocks are compiled."""
     fits: dict[str, Any] = {"model_args": {**FITS, "dropout": 0.0}, "precision": precision}
     one = train(ranks, toy_job(tmp_path / "one", **fits, compile=True), Layout(1, 1), 3)
-    assert train(ranks, toy_job(tmp_path / "shards", **fits, compile=True), Layout(1, 2), 3).hash == one.hash
+    shards = toy_job(tmp_path / "shards", **fits, compile=True)
     whole = toy_job(tmp_path / "whole", **fits, compile=True, parallel={"zero": 2})
-    assert train(ranks, whole, Layout(1, 2), 3).hash == one.hash
-    assert train(ranks, toy_job(tmp_path / "plain", **fits), Layout(1, 1), 3).hash != one.hash
+    assert [each.hash for each in train_each(ranks, [shards, whole], Layout(1, 2), 3)] == [one.hash] * 2
+    assert train_here(toy_job(tmp_path / "plain", **fits), 3).hash != one.hash
 
 
 UNIT = 2.0**-20
@@ -238,16 +213,16 @@ def curve(world: World, job: Job, begin: Version, steps: int, frozen: float = 0.
             return [me.step().loss for _ in range(steps)]
 
 
-def ends(ranks: Ranks, folder: Path, before: int) -> dict[str, float]:
+def ends(folder: Path, before: int) -> dict[str, float]:
     """Returns the mean of the last ten losses of 200 steps, with and without scales, after ``before`` steps in bf16."""
     optim = {"lr": 1e-3, "eps": 1e-8 * UNIT}
     changes = {"global_batch": 8, "microbatch": 8, "steps": before + 200, "optim": optim, "model_args": FITS, "loss": f"{__name__}:small"}
     start = Version(0, 0)
     if before:
-        start = train(ranks, toy_job(folder, **changes, precision="bf16"), Layout(1, 1), before).version
+        start = train_here(toy_job(folder, **changes, precision="bf16"), before).version
     found = {}
     for precision, frozen in (("bf16", 0.0), ("fp8", 0.0), ("fp8-rowwise", 0.0), ("fp8", 1.0), ("fp8-rowwise", 1.0)):
-        (losses,) = ranks.run(Layout(1, 1), curve, toy_job(folder, **changes, precision=precision), start, 200, frozen)
+        losses = here(curve, toy_job(folder, **changes, precision=precision), start, 200, frozen)
         found[f"{precision}, frozen" if frozen else precision] = statistics.mean(losses[-10:])
     return found
 
@@ -259,12 +234,12 @@ def check_ends(found: dict[str, float]) -> None:
         assert found[f"{precision}, frozen"] != pytest.approx(found["bf16"], rel=0.01, abs=0), found
 
 
-def test_the_loss_in_fp8_is_that_of_bf16(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_loss_in_fp8_is_that_of_bf16(tmp_path: Path) -> None:
     """E5: within 1 % after 200 steps; a toy on a CPU.  The control: with scales frozen at 1 it is not."""
-    check_ends(ends(ranks, tmp_path, 0))
+    check_ends(ends(tmp_path, 0))
 
 
 @pytest.mark.full
-def test_the_loss_in_fp8_is_that_of_bf16_after_steps_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_loss_in_fp8_is_that_of_bf16_after_steps_in_bf16(tmp_path: Path) -> None:
     """E5: 200 steps from a checkpoint of 100 steps in bf16.  After 2,000 a toy knows its data by heart, and its loss says nothing."""
-    check_ends(ends(ranks, tmp_path, 100))
+    check_ends(ends(tmp_path, 100))

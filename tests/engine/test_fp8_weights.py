@@ -27,7 +27,7 @@ from elastic.train.model import build_model, builder_of
 from tests.engine.test_fp8 import rounded
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
-from tests.support.segments import compute, member
+from tests.support.segments import compute, here, member
 from tests.support.toys import toy_job
 
 TABLE = ShardingTable(("0", "1"))
@@ -71,26 +71,27 @@ def judged(recipe: Recipe, scale: float) -> dict[str, Tensor]:
     return {name: torch.stack([rounded(row, FORWARD) for row in each]) for name, each in whole.items()}
 
 
-@pytest.mark.parametrize("recipe", ["tensor", "row"])
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e9])
-def test_parts_are_rounded_as_the_whole_weight_is(ranks: Ranks, recipe: Recipe, scale: float) -> None:
+def test_parts_are_rounded_as_the_whole_weight_is(ranks: Ranks) -> None:
     """One member, and three of which each has other rows; 32 rows do not divide by 3.  The control: another scale gives other values."""
-    want = judged(recipe, scale)
-    (alone,) = ranks.run(Layout(1, 1), cast, recipe, scale, 0.0)
-    assert all(torch.equal(alone[name], want[name]) for name in want)
-    parts = ranks.run(Layout(1, 3), cast, recipe, scale, 0.0)
-    assert all(torch.equal(torch.cat([part[name] for part in parts]), want[name]) for name in want)
-    assert not torch.equal(alone["0.weight"], judged(recipe, scale * 1.7)["0.weight"])
+    recipes: tuple[Recipe, ...] = ("tensor", "row")
+    cases = [(recipe, scale, 0.0) for recipe in recipes for scale in (1e-12, 1.0, 1e9)]
+    for (recipe, scale, _), parts in zip(cases, ranks.run_each(Layout(1, 3), cast, cases), strict=True):
+        want, alone = judged(recipe, scale), here(cast, recipe, scale, 0.0)
+        assert all(torch.equal(alone[name], want[name]) for name in want)
+        assert all(torch.equal(torch.cat([part[name] for part in parts]), want[name]) for name in want)
+        assert not torch.equal(alone["0.weight"], judged(recipe, scale * 1.7)["0.weight"])
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_every_member_knows_what_is_not_finite_anywhere(ranks: Ranks, bad: float) -> None:
+def test_every_member_knows_what_is_not_finite_anywhere(ranks: Ranks) -> None:
     """The last member alone has the bad element.  The control: the other weight, and with rows all other rows, stay."""
-    parts = ranks.run(Layout(1, 3), cast, "tensor", 1.0, bad)
-    assert all(part["0.weight"].isnan().all() for part in parts)
-    assert all(part["1.weight"].isfinite().all() for part in parts)
-    rows = torch.cat([part["0.weight"] for part in ranks.run(Layout(1, 3), cast, "row", 1.0, bad)])
-    assert rows[47].isnan().all() and torch.equal(rows[:47], judged("row", 1.0)["0.weight"][:47])
+    bad = [float("inf"), float("-inf"), float("nan")]
+    found = ranks.run_each(Layout(1, 3), cast, [(recipe, 1.0, each) for recipe in ("tensor", "row") for each in bad])
+    for parts in found[: len(bad)]:
+        assert all(part["0.weight"].isnan().all() for part in parts)
+        assert all(part["1.weight"].isfinite().all() for part in parts)
+    for parts in found[len(bad) :]:
+        rows = torch.cat([part["0.weight"] for part in parts])
+        assert rows[47].isnan().all() and torch.equal(rows[:47], judged("row", 1.0)["0.weight"][:47])
 
 
 @pytest.mark.fast
@@ -132,11 +133,12 @@ def test_weights_travel_and_stay_as_single_bytes(ranks: Ranks, tmp_path: Path, p
 
     The control: bf16 takes two bytes.  All maxima of a step are one all-reduce.
     """
-    found = {}
+    found, jobs = {}, dict[str, Job]()
     for name in ("bf16", precision):
         free = {"reproducible": False, "model_args": LARGE, "copies": {"copy_every": 0}, "precision": name}
-        job = toy_job(tmp_path / name, parallel={"zero": zero}, **free)
-        found[name] = ranks.run(Layout(1, 2), stepping, job)[0]
+        jobs[name] = job = toy_job(tmp_path / name, parallel={"zero": zero}, **free)
+    for name, members in zip(jobs, ranks.run_each(Layout(1, 2), stepping, [(job,) for job in jobs.values()]), strict=True):
+        found[name] = members[0]
     others = sum(each.numel() for each in build_model(job, builder_of(job)).parameters()) - BLOCKS
     for name, size in (("bf16", 2), (precision, 1)):
         calls, _, _ = found[name]

@@ -29,7 +29,7 @@ from elastic.plan.batch import deal_of
 from elastic.plan.layout import Layout
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
-from tests.support.segments import Part, Trained, compute, finish, member, segment, shard_hash
+from tests.support.segments import Part, Trained, compute, finish, member, segment, shard_hash, train_here
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
@@ -107,17 +107,16 @@ def test_c6_a_block_runs_while_the_weights_of_the_next_one_come(ranks: Ranks, tm
 
     All are waited for in the first of four rounds; the memory is that of one group.  The control gathers nothing ahead.
     """
-    found, seen = ranks.run(PAIR, observed, staged(tmp_path / "ahead"), 1, True)[0]
+    cases = [(staged(tmp_path / name), ahead, name == "ahead") for name, ahead in (("ahead", 1), ("control", 0), ("two", 2))]
+    (found, seen), (late, _), (two, _) = (ranks.run(PAIR, observed, *case)[0] for case in cases)  # each changes its world
     newest = [max(int(name.split("#")[1].split()[0]) for name in names) for names in seen[:-1]]
     assert all("all_gather" in names[-1] for names in seen[:-1]) and newest == [*range(newest[0], newest[0] + LAYERS - 1)]
     middle = [word for n in range(LAYERS - 1) for word in (f"wait {n + 1}", f"begin {n + 2}", f"block {n}")]
     assert found.order == ["begin 0", "wait 0", "begin 1", *middle, f"wait {LAYERS}", f"block {LAYERS - 1}"]
     assert found.most == 1
-    found, _ = ranks.run(PAIR, observed, staged(tmp_path / "control"), 0, False)[0]
     middle = [word for n in range(LAYERS) for word in (f"begin {n + 1}", f"wait {n + 1}", f"block {n}")]
-    assert found.order == ["begin 0", "wait 0", *middle] and found.most == 1
-    found, _ = ranks.run(PAIR, observed, staged(tmp_path / "two"), 2, False)[0]
-    assert found.most == 2
+    assert late.order == ["begin 0", "wait 0", *middle] and late.most == 1
+    assert two.most == 2
 
 
 def note_gradient(order: list[str], name: str, _block: nn.Module, _args: Any, output: Tensor) -> None:
@@ -149,8 +148,8 @@ def summed(world: World, job: Job, early: bool) -> tuple[list[str], list[str]]:
 
 def test_b12_gradients_of_a_block_are_summed_while_the_backward_pass_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     """B12: those of a block before the gradient comes to the block before the one before it; without that, the bits are the same."""
-    (hashes, order), _ = ranks.run(PAIR, summed, staged(tmp_path / "early"), True)
-    (plain, later), _ = ranks.run(PAIR, summed, staged(tmp_path / "late"), False)
+    cases = [(staged(tmp_path / "early"), True), (staged(tmp_path / "late"), False)]
+    ((hashes, order), _), ((plain, later), _) = ranks.run_each(PAIR, summed, cases)
     rounds = toy_job(tmp_path).microbatches // PAIR.world
     blocks = [f"block {number}" for number in reversed(range(LAYERS))]
     assert later == ["begins", *blocks, "ends", *["sum"] * (LAYERS + 1)] * rounds
@@ -232,38 +231,36 @@ def trained(world: World, job: Job, last: int, ahead: int, broken: str) -> Part:
         return segment(world, job, Version(0, 0), last)
 
 
-def train(ranks: Ranks, job: Job, layout: Layout, ahead: int, broken: str = "", last: int = STEPS) -> str:
-    """Returns the hash of the trained state."""
-    parts = ranks.run(layout, trained, job, last, ahead, broken)
+def hash_of(job: Job, layout: Layout, parts: list[Part], last: int) -> str:
     return finish(job, layout, [part.receipt for part in parts], Version(last, parts[0].outcomes[-1].generation))
 
 
 def shows(broken: str, ranks: Ranks, job: Job, expected: str) -> bool:
     """Returns whether a control gives other bits, or autograd notices that a weight changed after it was used."""
     try:
-        return train(ranks, job, PAIR, 1, broken, last=4) != expected
+        return hash_of(job, PAIR, ranks.run(PAIR, trained, job, 4, 1, broken), 4) != expected
     except AssertionError as error:
         return "modified by an inplace operation" in str(error)
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 2), pytest.param(Layout(1, 3), marks=pytest.mark.full), Layout(2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [*(pytest.param(Layout(1, n), marks=pytest.mark.full) for n in (2, 3)), Layout(2, 2)], ids=str)
 def test_b12_the_bits_are_those_of_one_worker_whatever_is_gathered_ahead(
     ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout
 ) -> None:
     """B12: nothing ahead, one block, all of them.  The control: a prefetch that leaves the weights of an older step gives other bits."""
-    found = {ahead: train(ranks, staged(tmp_path / str(ahead)), layout, ahead) for ahead in (0, 1, 99)}
-    assert found == dict.fromkeys((0, 1, 99), reference.hash)
-    assert train(ranks, staged(tmp_path / "old"), layout, 1, "steps") != reference.hash
+    cases = [(staged(tmp_path / f"{ahead}{broken}"), STEPS, ahead, broken) for ahead, broken in ((0, ""), (1, ""), (99, ""), (1, "steps"))]
+    found = [hash_of(case[0], layout, parts, STEPS) for case, parts in zip(cases, ranks.run_each(layout, trained, cases), strict=True)]
+    assert found[:3] == [reference.hash] * 3 and found[3] != reference.hash
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_weight_is_new_wherever_it_is_used(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     """B12: also where no block is called.  Each control leaves one kind of wait out."""
     own: dict[str, Any] = {"model": f"{__name__}:Sideways", "model_args": {}, "loss": f"{__name__}:loss", "precision": precision}
-    one = train(ranks, staged(tmp_path / "one", **own), Layout(1, 1), 1, last=4)
-    assert train(ranks, staged(tmp_path / "two", **own), PAIR, 1, last=4) == one
+    one, two = train_here(staged(tmp_path / "one", **own), 4).hash, staged(tmp_path / "two", **own)
+    assert hash_of(two, PAIR, ranks.run(PAIR, trained, two, 4, 1, ""), 4) == one
     assert shows("elsewhere", ranks, staged(tmp_path / "elsewhere", **own), one)
-    plain = train(ranks, staged(tmp_path / "plain", precision=precision), Layout(1, 1), 1, last=4)
+    plain = train_here(staged(tmp_path / "plain", precision=precision), 4).hash
     assert shows("blocks", ranks, staged(tmp_path / "blocks", precision=precision), plain)
 
 

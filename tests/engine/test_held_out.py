@@ -11,7 +11,7 @@ from elastic.plan.layout import Layout
 from storage.objects import ObjectStore
 from tests.data.test_prepare import jsonl, texts_of
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, train
+from tests.support.segments import Trained, train, train_here
 from tests.support.toys import toy_job
 
 TEXTS = [f"<document {number:03d}>" for number in range(120)]
@@ -47,4 +47,5 @@ def test_a14_no_held_out_document_is_in_the_ledger(ranks: Ranks, tmp_path: Path)
     assert sum(document.encode() in text for document in TEXTS) >= len(TEXTS) - len(held_out) - 1, "the last one may be cut"
     assert [outcome.step for outcome in trained.outcomes if outcome.validated is not None] == [5, 9]
     whole = job_on(tmp_path, tmp_path / "whole")
-    assert all(document in trained_on(train(ranks, whole, Layout(1, 1), whole.steps), whole) for document in held_out)
+    trained = train_here(whole, whole.steps)
+    assert all(document in trained_on(trained, whole) for document in held_out)

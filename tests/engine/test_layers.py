@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from elastic.train.local import run_local
 from elastic.train.model import builder_of
 from tests.control.play import stepping
 from tests.support.ranks import Ranks
-from tests.support.segments import member, train
+from tests.support.segments import member, train, train_here
 from tests.support.toys import Own, toy_job
 
 FREE_OF_DROPOUT = {"vocab": 29, "dim": 32, "layers": 3, "heads": 2}
@@ -143,42 +142,16 @@ def test_a13_the_norms_are_those_of_plain_torch(tmp_path: Path) -> None:
     assert all(layers["layers.0"] != pytest.approx(norm, rel=1e-3) for norm in tensors.values())
 
 
-LAYOUTS = [(Layout(2, 1), 0), (Layout(1, 2), 2), (Layout(1, 2), 3), (Layout(1, 3), 3), (Layout(2, 2), "auto")]
+def test_the_sum_of_the_library_gives_other_bits(ranks: Ranks, tmp_path: Path) -> None:
+    """The control of the equal bits in ``test_covering.py``: they come from the ordered reduction.  The norms are near all the same.
 
-
-@pytest.fixture(scope="module")
-def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    """The steps of one worker."""
-    return train(ranks, toy_job(tmp_path_factory.mktemp("alone"), watch={"every": 2}), Layout(1, 1), 4).outcomes
-
-
-@pytest.mark.parametrize(("layout", "zero"), LAYOUTS, ids=str)
-def test_a13_the_bits_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path, alone: list[Outcome], layout: Layout, zero: Any) -> None:
-    """A13: every member tells the same bits as one worker, in each second step."""
-    found = train(ranks, toy_job(tmp_path, watch={"every": 2}, parallel={"zero": zero}), layout, 4)
-    assert [len(each.layers) > 4 for each in alone] == [False, True, False, True]
-    assert alone[1].layers != alone[3].layers
-    for part in found.parts:
-        assert [each.layers for each in part.outcomes] == [each.layers for each in alone]
-
-
-def test_the_sum_of_the_library_gives_other_bits(ranks: Ranks, tmp_path: Path, alone: list[Outcome]) -> None:
-    """The control of the equal bits: they come from the ordered reduction.  The norms are near all the same."""
+    Norms are told in each second step, and differ from record to record.
+    """
+    alone = train_here(toy_job(tmp_path / "alone", watch={"every": 2}), 4).outcomes
+    assert [len(each.layers) > 4 for each in alone] == [False, True, False, True] and alone[1].layers != alone[3].layers
     found = train(ranks, toy_job(tmp_path, watch={"every": 2}, reproducible=False), Layout(1, 2), 2).outcomes[1]
     assert found.layers != alone[1].layers
     assert found.layer_norms == pytest.approx(alone[1].layer_norms, rel=1e-4)
-
-
-def bare(outcomes: list[Outcome]) -> list[Outcome]:
-    return [replace(each, generation=0) for each in outcomes]
-
-
-def test_nothing_is_told_without_the_setting(ranks: Ranks, tmp_path: Path, alone: list[Outcome]) -> None:
-    """The steps and the state are the same."""
-    settings = {"every": 0}, {"every": 2}
-    without, with_ = (train(ranks, toy_job(tmp_path / str(n), watch=each), Layout(1, 2), 4) for n, each in enumerate(settings))
-    assert without.hash == with_.hash and bare(without.outcomes) == bare(with_.outcomes) == bare(alone)
-    assert not any(each.layers for each in without.outcomes)
 
 
 # ---- what is said

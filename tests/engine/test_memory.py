@@ -27,11 +27,8 @@ from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.ids import Version
 from elastic.models.llama import build
-from elastic.plan.layout import Layout
-from tests.support.ranks import Ranks
-from tests.support.segments import Trained, member, train
+from tests.support.segments import member
 from tests.support.toys import Own, toy_job
-from tests.support.worlds import STEPS
 
 SEQ, DIM = 64, 64
 
@@ -435,30 +432,3 @@ def test_without_the_seed_of_dropout_the_gradients_differ(monkeypatch: pytest.Mo
     kept: Callable[..., Any] = memory.checkpoint
     monkeypatch.setattr(memory, "checkpoint", lambda *args, **more: kept(*args, preserve_rng_state=False, **more))
     assert not same(measured("block")[3], measured("none")[3])
-
-
-@pytest.mark.parametrize(
-    ("policy", "layout"),
-    [
-        *((policy, Layout(1, 3)) for policy in ("sqrt", "attention", 0.5)),
-        *((policy, Layout(2, 1)) for policy in ("block", "selective")),
-        *(pytest.param(policy, Layout(1, 3), marks=pytest.mark.full) for policy in ("block", "selective")),
-        *(pytest.param(policy, Layout(2, 1), marks=pytest.mark.full) for policy in ("sqrt", "attention", 0.5)),
-    ],
-    ids=str,
-)
-def test_worlds_end_with_the_bits_of_the_run_that_keeps_everything(
-    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, policy: str | float
-) -> None:
-    """Promise 1."""
-    assert train(ranks, toy_job(tmp_path, recompute=policy), layout, STEPS).hash == reference.hash
-
-
-@pytest.mark.parametrize("policy", ["selective", 0.5])
-def test_a_run_that_changes_its_layout_ends_with_the_same_bits(
-    ranks: Ranks, reference: Trained, tmp_path: Path, policy: str | float
-) -> None:
-    """Promise 1: two replicas, then two members that share the state."""
-    job = toy_job(tmp_path, recompute=policy)
-    half = train(ranks, job, Layout(2, 1), STEPS // 2)
-    assert train(ranks, job, Layout(1, 2), STEPS, half.version).hash == reference.hash

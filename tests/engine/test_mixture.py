@@ -7,13 +7,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.runs.run import Run
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, train
+from tests.support.segments import Trained, train, train_here
 from tests.support.toys import toy_job
 
 SIZES = (48, 32, 80)
@@ -35,22 +33,21 @@ def by_part(*trained: Trained) -> list[Counter[int]]:
     return found
 
 
-@pytest.mark.parametrize(("first", "then"), [(Layout(2, 1), Layout(1, 3))], ids=str)
-def test_l4_weights_are_changed_by_a_branch(ranks: Ranks, tmp_path: Path, first: Layout, then: Layout) -> None:
+def test_l4_weights_are_changed_by_a_branch(ranks: Ranks, tmp_path: Path) -> None:
     """L4, A11: each part goes on in its own epoch; two layouts, with a reshape at the branch, have the bits of one member.
 
     The control: with the old weights to the end the bits and the shares are others.
     """
 
-    def run(folder: Path, first: Layout, then: Layout, weights: list[int]) -> tuple[Trained, Trained]:
+    def run(folder: Path, weights: list[int], *, alone: bool = True) -> tuple[Trained, Trained]:
         old = mixed(folder, FIRST)
-        begun = train(ranks, old, first, BRANCH)
+        begun = train_here(old, BRANCH) if alone else train(ranks, old, Layout(2, 1), BRANCH)
         new = mixed(folder, weights, global_batch=32)
         assert "branch 2 of toy goes on from step 6: " in Run.look(new, branch=True).branch(0.0)
         new = Run.look(new).job
-        return begun, train(ranks, new, then, LAST, begun.version)
+        return begun, train_here(new, LAST, begun.version) if alone else train(ranks, new, Layout(1, 3), LAST, begun.version)
 
-    begun, went_on = run(tmp_path / "alone", Layout(1, 1), Layout(1, 1), SECOND)
+    begun, went_on = run(tmp_path / "alone", SECOND)
     counts = [sum(each.values()) for each in by_part(begun)]
     assert [abs(count - 96 * weight / 10) < 1 for count, weight in zip(counts, FIRST, strict=True)] == [True] * 3
     more = [sum(each.values()) - count for each, count in zip(by_part(begun, went_on), counts, strict=True)]
@@ -58,8 +55,8 @@ def test_l4_weights_are_changed_by_a_branch(ranks: Ranks, tmp_path: Path, first:
     for size, each in zip(SIZES, by_part(begun, went_on), strict=True):
         least = sum(each.values()) // size
         assert set(each.values()) <= {least, least + 1}, "no sample of an epoch is left out or repeated"
-    assert run(tmp_path / "ranks", first, then, SECOND)[1].hash == went_on.hash
-    stayed = run(tmp_path / "stayed", Layout(1, 1), Layout(1, 1), FIRST)
+    assert run(tmp_path / "ranks", SECOND, alone=False)[1].hash == went_on.hash
+    stayed = run(tmp_path / "stayed", FIRST)
     shares = [sum(each.values()) for each in by_part(*stayed)]
     assert stayed[1].hash != went_on.hash
     assert [abs(count - 288 * weight / 10) < 1 for count, weight in zip(shares, FIRST, strict=True)] == [True] * 3

@@ -32,7 +32,7 @@ from elastic.train.warmup import warm_up
 from tests.support.carried import Broken, Healed, broken, go_on, hash_after_healing, holdings
 from tests.support.collectives import counting
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, finish, member, train
+from tests.support.segments import Part, Trained, finish, here, member, segment, train, train_here
 from tests.support.toys import own, toy_job
 from tests.support.worlds import STEPS
 
@@ -55,8 +55,14 @@ def with_a_spare(**args: Any) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(ranks, muon_job(tmp_path_factory.mktemp("alone")), Layout(1, 1), STEPS)
+def job_alone(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return muon_job(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def alone(job_alone: Job) -> Trained:
+    """Trains with one worker; ``test_covering.py`` has the worlds."""
+    return train_here(job_alone, STEPS)
 
 
 # ---- torch is the judge
@@ -111,18 +117,18 @@ def judged(world: World, job: Job, steps: int, clips: bool, iterations: int) -> 
         return [(name, float((ours - other).abs().max()), torch.equal(ours, other)) for name, ours, other in pairs]
 
 
-def test_twenty_steps_are_torchs(ranks: Ranks, tmp_path: Path) -> None:
+def test_twenty_steps_are_torchs(tmp_path: Path) -> None:
     """A model in float32 on one device; both run Newton–Schulz in bfloat16.  The matrices have torch's bits; AdamW's rest is within 1e-6.
 
     The controls: a judge that does not clip, and one with an iteration fewer.
     """
     job = muon_job(tmp_path, steps=20)
-    (found,) = ranks.run(Layout(1, 1), judged, job, 20, True, muon.ITERATIONS)
+    found = here(judged, job, 20, True, muon.ITERATIONS)
     matrices = matrices_of(build(**job.model_args))
     assert {name for name, _, same in found if same} >= matrices and len(matrices) == 2 * 7
     assert max(difference for _, difference, _ in found) < 1e-6
     for clips, iterations in ((False, muon.ITERATIONS), (True, muon.ITERATIONS - 1)):
-        (other,) = ranks.run(Layout(1, 1), judged, job, 3, clips, iterations)
+        other = here(judged, job, 3, clips, iterations)
         assert not any(same for name, _, same in other if name in matrices)
 
 
@@ -143,40 +149,30 @@ def test_the_iterations_are_torchs(shape: tuple[int, int]) -> None:
 # ---- promise 1
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(1, 3), Layout(2, 2)], ids=str)
-def test_every_layout_gives_the_bits_of_one_worker(ranks: Ranks, alone: Trained, tmp_path: Path, layout: Layout) -> None:
-    """Promise 1."""
-    assert train(ranks, muon_job(tmp_path), layout, STEPS).hash == alone.hash
-    assert alone.outcomes[-1].loss < 0.8 * alone.outcomes[0].loss, "it learns"
-
-
 def test_a_users_own_model_too(ranks: Ranks, tmp_path: Path) -> None:
     """Promise 1: odd sizes, so that shards are uneven or have no rows, and a matrix without a gradient."""
     mine = {"model": "tests.engine.test_muon:with_a_spare", "model_args": {}}
-    one, four = (train(ranks, muon_job(tmp_path / str(n), **mine), Layout(1, n), 3) for n in (1, 4))
-    assert one.hash == four.hash
+    one, four = (muon_job(tmp_path / str(n), **mine) for n in (1, 4))
+    assert train_here(one, 3).hash == train(ranks, four, Layout(1, 4), 3).hash
 
 
 def test_fp16_skips_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     """A scale so large that the first step overflows: it is skipped, and 1×3 has the bits of one worker."""
-    hashes = set()
-    for layout in (Layout(1, 1), Layout(1, 3)):
-        job = muon_job(tmp_path / str(layout.world), precision="fp16")
-        found = ranks.run(layout, overflown, job, 4)
-        hashes.add(finish(job, layout, [receipt for receipt, _ in found], Version(4, ranks.generation)))
-        assert found[0][1] == [False, True, True, True]
-    assert len(hashes) == 1
+    one, three = (muon_job(tmp_path / name, precision="fp16") for name in ("one", "three"))
+    found = train_here(one, 4, how=overflown), train(ranks, three, Layout(1, 3), 4, how=overflown)
+    assert found[0].hash == found[1].hash
+    assert [[each.finite for each in trained.outcomes] for trained in found] == [[False, True, True, True]] * 2
 
 
-def overflown(world: World, job: Job, last: int) -> tuple[Any, list[bool]]:
-    """Trains with a scale of which the first step's gradients overflow; returns the receipt, and which steps were applied."""
-    with member(world, job, Version(0, 0)) as me:
+def overflown(world: World, job: Job, version: Version, last: int) -> Part:
+    """Trains with a scale of which the first step's gradients overflow."""
+    with member(world, job, version) as me:
         me.state.optimizer.scalars["loss_scale"].fill_(2.0**19)
-        finite = []
+        outcomes = []
         while me.state.shard.version.step < last:
-            finite.append(me.step().finite)
+            outcomes.append(me.step())
             me.state.optimizer.scalars["loss_scale"].fill_(2.0**8)
-        return me.save(), finite
+        return Part(outcomes, me.save(), [], me.rates, 0)
 
 
 def by_own_rows(shapes: Any, rows: Any, compute: Any, world: World) -> list[Tensor]:
@@ -184,36 +180,29 @@ def by_own_rows(shapes: Any, rows: Any, compute: Any, world: World) -> list[Tens
     return [compute(rows(number)) for number in range(len(shapes))]
 
 
-def wrong(world: World, job: Job, last: int) -> Any:
-    with pytest.MonkeyPatch.context() as patch, member(world, job, Version(0, 0)) as me:
+def wrong(world: World, job: Job, version: Version, last: int) -> Part:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "by_owners", by_own_rows)
-        while me.state.shard.version.step < last:
-            me.step()
-        return me.save()
+        return segment(world, job, version, last)
 
 
 def test_the_hash_sees_a_matrix_that_is_not_whole(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
     """Negative control."""
-    for layout, same in ((Layout(1, 1), True), (Layout(1, 2), False)):
-        job = muon_job(tmp_path / str(layout.world))
-        receipts = ranks.run(layout, wrong, job, STEPS)
-        assert (finish(job, layout, receipts, Version(STEPS, ranks.generation)) == alone.hash) is same
+    assert train_here(muon_job(tmp_path / "one"), STEPS, how=wrong).hash == alone.hash
+    assert train(ranks, muon_job(tmp_path / "two"), Layout(1, 2), STEPS, how=wrong).hash != alone.hash
 
 
 # ---- promises 2 and 4
 
 
-def test_its_state_is_saved_and_resumed_in_another_layout(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
-    """Promise 4: from the bucket.  A matrix of a block has one moment, every other parameter has two."""
-    job = muon_job(tmp_path)
-    first = train(ranks, job, Layout(2, 2), 3)
-    stored = {(tensor.kind, tensor.name) for tensor in Run.open(job).checkpoints.open(first.version).tensors()}
-    matrices = matrices_of(build(**job.model_args))
+def test_a_matrix_of_a_block_has_one_moment_and_every_other_parameter_has_two(job_alone: Job, alone: Trained) -> None:
+    stored = {(tensor.kind, tensor.name) for tensor in Run.open(job_alone).checkpoints.open(alone.version).tensors()}
+    matrices = matrices_of(build(**job_alone.model_args))
     assert {kind for kind, _ in stored} == {"parameter", "scalar", *MOMENTS}
     assert {name for kind, name in stored if kind == "moment.momentum_buffer"} == matrices
     others = {name for kind, name in stored if kind == "parameter"} - matrices
     assert {name for kind, name in stored if kind == "moment.exp_avg_sq"} == others and others >= {"embedding.weight", "norm.weight"}
-    assert train(ranks, job, Layout(1, 3), STEPS, first.version).hash == alone.hash
+    assert alone.outcomes[-1].loss < 0.8 * alone.outcomes[0].loss, "it learns"
 
 
 def test_its_state_is_healed_from_members(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
@@ -290,10 +279,13 @@ def exchanged(world: World, elements: int) -> Exchanged:
     return Exchanged(rows, [call.sent for call in calls.named("alltoall_base")], len(computed))
 
 
-@pytest.mark.parametrize("elements", [1, 10**6])
-def test_rows_go_to_the_owners_and_back_once(ranks: Ranks, elements: int) -> None:
+def test_rows_go_to_the_owners_and_back_once(ranks: Ranks) -> None:
     """The rows are those of the matrices computed alone; what travels is what an owner lacks of its matrices, both ways, in bfloat16."""
-    members: list[Exchanged] = ranks.run(Layout(1, 3), exchanged, elements)
+    for elements, members in zip((1, 10**6), ranks.run_each(Layout(1, 3), exchanged, [(1,), (10**6,)]), strict=True):
+        check_rows(elements, members)
+
+
+def check_rows(elements: int, members: list[Exchanged]) -> None:
     for number, matrix in enumerate(matrices()):
         assert torch.equal(torch.cat([each.rows[number] for each in members]), muon.orthogonalised(matrix))
     assert sum(each.computed for each in members) == len(SHAPES)

@@ -22,7 +22,7 @@ from elastic.models.spec import ShardingTable
 from elastic.plan.batch import deal_of
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
-from tests.support.segments import member, train
+from tests.support.segments import member, train, train_here
 from tests.support.toys import toy_job
 
 SMALL = 16
@@ -130,7 +130,7 @@ def said(world: World, job: Job) -> str:
 def test_every_member_says_so_and_the_remedy_gives_the_bits_of_one_worker(
     ranks: Ranks, tmp_path: Path, layout: Layout, zero: int | str
 ) -> None:
-    one = train(ranks, job(tmp_path / "one", False), Layout(1, 1), 2)
+    one = train_here(job(tmp_path / "one", False), 2)
     nested, mended = (job(tmp_path / f"{reentrant}", reentrant, parallel={"zero": zero}) for reentrant in (True, False))
     assert all(sentence.startswith("a gradient of 'layers.1.") for sentence in ranks.run(layout, said, nested))
     assert train(ranks, mended, layout, 2).hash == one.hash

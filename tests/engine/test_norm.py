@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -47,21 +45,36 @@ def library_norm(world: World) -> float:
     return total.item()
 
 
-def over_layouts(ranks: Ranks, compute: Callable[[World], float]) -> list[list[float]]:
-    return [ranks.run(layout, compute) for layout in LAYOUTS]
+def small_turns(world: World) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm, "TURN_ROWS", 33)
+        patch.setattr(norm, "SQUARED", 40)
+        return tree_norm(world)
 
 
-def test_the_norm_of_shards_is_that_of_the_whole_gradient(ranks: Ranks) -> None:
+def computed(world: World, how: str) -> float:
+    return {"tree": tree_norm, "library": library_norm, "small turns": small_turns}[how](world)
+
+
+@pytest.fixture(scope="module")
+def norms(ranks: Ranks) -> dict[str, list[list[float]]]:
+    """The norms that all members of all layouts compute, in three ways."""
+    ways = ("tree", "library", "small turns")
+    layouts = [ranks.run_each(layout, computed, [(how,) for how in ways]) for layout in LAYOUTS]
+    return {how: [found[number] for found in layouts] for number, how in enumerate(ways)}
+
+
+def test_the_norm_of_shards_is_that_of_the_whole_gradient(norms: dict[str, list[list[float]]]) -> None:
     """A7: 1e-6 relative to torch's norm of the unsharded gradient; bitwise the same in 1×1, 1×2, 1×3, 2×2 and 1×4, on every member."""
-    found = over_layouts(ranks, tree_norm)
+    found = norms["tree"]
     judge = torch.nn.utils.get_total_norm([whole.double() for whole in gradient()]).item()
     assert found[0][0] ** 0.5 == pytest.approx(judge, rel=1e-6)
     assert {value.hex() for values in found for value in values} == {found[0][0].hex()}
 
 
-def test_the_library_sum_of_shards_depends_on_the_layout(ranks: Ranks) -> None:
+def test_the_library_sum_of_shards_depends_on_the_layout(norms: dict[str, list[list[float]]]) -> None:
     """Negative control: as near to torch's norm, but not the same bits."""
-    found = [value for values in over_layouts(ranks, library_norm) for value in values]
+    found = [value for values in norms["library"] for value in values]
     assert found == pytest.approx([found[0]] * len(found), rel=1e-12)
     assert len(set(found)) > 1
 
@@ -138,17 +151,9 @@ def test_a_large_tensor_is_squared_in_portions_of_its_rows() -> None:
     assert portions < 16 * 50 * 4 * 2 + 1_000 * 8 * 4 < 1_000 * 16 * 4 < at_once
 
 
-def small_turns(world: World) -> float:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm, "TURN_ROWS", 33)
-        patch.setattr(norm, "SQUARED", 40)
-        return tree_norm(world)
-
-
-def test_turns_and_portions_change_no_bit_in_any_layout(ranks: Ranks) -> None:
+def test_turns_and_portions_change_no_bit_in_any_layout(norms: dict[str, list[list[float]]]) -> None:
     """Each tensor of these has a turn of its own, or shares one, and most are squared in portions."""
-    whole = ranks.run(Layout(1, 1), tree_norm)[0]
-    assert {value.hex() for values in over_layouts(ranks, small_turns) for value in values} == {whole.hex()}
+    assert {value.hex() for values in norms["small turns"] for value in values} == {norms["tree"][0][0].hex()}
 
 
 def dumb_tree(values: list[float]) -> float:

@@ -36,7 +36,7 @@ from elastic.train.model import build_model, builder_of, tensors_of
 from elastic.train.preflight import preflight
 from tests.support.chaos import alone, exported_hash
 from tests.support.ranks import Ranks
-from tests.support.segments import Member, Part, Trained, compute, finish, member, segment, shard_hash, train
+from tests.support.segments import Member, Part, Trained, compute, member, segment, shard_hash, train, train_each
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
@@ -70,67 +70,22 @@ def _take_once(self: Whole, name: str, values: Tensor) -> None:
         self._mine(self._used[name]).copy_(values)
 
 
-def trained(ranks: Ranks, job: Job, layout: Layout, last: int, **how: bool) -> str:
-    parts = ranks.run(layout, partial(in_groups, **how), job, Version(0, 0), last)
-    return finish(job, layout, [part.receipt for part in parts], Version(last, parts[0].outcomes[-1].generation))
+def test_the_hash_sees_weights_that_are_not_brought(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+    """Negative control of ``test_covering.py``: the model goes on with the weights with which it began."""
+    jobs = [make(tmp_path / medium) for medium, make in MEDIA.items()]
+    (tmp_path / "files").mkdir()
+    for found in train_each(ranks, jobs, Layout(1, 2), STEPS, partial(in_groups, stale=True)):
+        assert found.hash != reference.hash
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("medium", MEDIA)
-@pytest.mark.parametrize(
-    ("layout", "zero"),
-    [(Layout(1, 1), 0), pytest.param(Layout(2, 1), 0, marks=pytest.mark.full), (Layout(1, 3), 1), (Layout(2, 2), "auto")],
-    ids=str,
-)
-def test_every_layout_gives_the_bits_of_state_on_the_device(
-    ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout, zero: int | str, medium: str
-) -> None:
-    """F3, F4: shards are uneven with 3, replicas beside shards with 2×2, embeddings tied; the stage is named, or left to the job."""
-    assert trained(ranks, MEDIA[medium](tmp_path, zero), layout, STEPS) == reference.hash
-
-
-@pytest.mark.parametrize("medium", MEDIA)
-def test_the_hash_sees_weights_that_are_not_brought(ranks: Ranks, reference: Trained, tmp_path: Path, medium: str) -> None:
-    """Negative control: the model goes on with the weights with which it began."""
-    assert trained(ranks, MEDIA[medium](tmp_path), Layout(1, 2), STEPS, stale=True) != reference.hash
-
-
-ENGINE: list[dict[str, Any]] = [
-    {"optim": {"lr": 1e-2, "moments": "bf16"}, "precision": "bf16"},
-    {"optim": {"lr": 1e-2, "kind": "muon"}},
-    {"optim": {"lr": 1.0, "kind": "tests.engine.test_own_optimizer:MOMENTUM", "args": {"momentum": 0.9}}},
-    {"precision": "fp16"},
-    {"optim": {"lr": 1e-2, "decay": "l2"}},
-    {"model": "tests.support.toys:own", "model_args": {}},
-    {"reproducible": False},
-]
-QUICK = {"memory": ENGINE[:3], "files": ENGINE[:2]}
-
-
-@pytest.mark.parametrize(
-    ("medium", "changes"),
-    [
-        pytest.param(medium, changes, marks=() if changes in QUICK[medium] else pytest.mark.full, id=f"{medium}-{changes}")
-        for medium in MEDIA
-        for changes in ENGINE
-    ],
-)
-def test_whatever_the_engine_does_the_bits_are_the_same(ranks: Ranks, tmp_path: Path, medium: str, changes: dict[str, Any]) -> None:
-    """Moments of another format, directions that are prepared, an optimizer with a scalar, gradients that overflow."""
-    layout = Layout(1, 2)
-    resident = train(ranks, toy_job(tmp_path / "resident", parallel={"zero": 2}, **changes), layout, 4)
+def test_sums_without_a_fixed_order_are_the_same_too(ranks: Ranks, tmp_path: Path, medium: str) -> None:
+    """In one layout.  ``test_covering.py`` has all else that the engine does."""
+    layout, free = Layout(1, 2), {"reproducible": False}
+    resident = train(ranks, toy_job(tmp_path / "resident", parallel={"zero": 2}, **free), layout, 4)
     (tmp_path / medium).mkdir()
-    assert trained(ranks, MEDIA[medium](tmp_path / medium, **changes), layout, 4) == resident.hash
-
-
-def test_a_run_begins_to_offload_and_ends_it(ranks: Ranks, tmp_path: Path) -> None:
-    """F3: each segment begins with the checkpoint of the one before, among 2, 3, 2 and 1 workers: the trajectory is the same."""
-    whole = train(ranks, toy_job(tmp_path / "whole", precision="bf16"), Layout(2, 1), 4)
-    moved, version = tmp_path / "moved", Version(0, 0)
-    jobs = [(toy_job, 2), (offloaded, 3), (offloaded, 2), (toy_job, 1)]
-    for last, (make, shards) in enumerate(jobs, 1):
-        found = train(ranks, make(moved, precision="bf16"), Layout(1, shards), last, version)
-        version = found.version
-    assert found.hash == whole.hash
+    assert train(ranks, MEDIA[medium](tmp_path / medium, **free), layout, 4, how=in_groups).hash == resident.hash
 
 
 def test_a_run_in_one_process_resumes_where_it_saved(reference: Trained, tmp_path: Path) -> None:
@@ -178,9 +133,9 @@ def test_the_device_has_only_weights_to_compute_with_and_gradients(ranks: Ranks,
     free = {"precision": "bf16", "model_args": LARGE}
     job = offloaded(tmp_path / "offloaded", **free)
     count = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
-    computing, updated, loss = ranks.run(Layout(1, members), taken, job)[0]
+    cases = [(job,), (toy_job(tmp_path / "resident", parallel={"zero": 2}, **free),)]
+    (computing, updated, loss), resident = (found[0] for found in ranks.run_each(Layout(1, members), taken, cases))
     assert (computing / count, updated / count) == pytest.approx((2 + 4 / members, 2), rel=0.05)
-    resident = ranks.run(Layout(1, members), taken, toy_job(tmp_path / "resident", parallel={"zero": 2}, **free))[0]
     assert (resident[0] / count, resident[1] / count) == pytest.approx((2 + 16 / members, 2 + 12 / members), rel=0.05)
     assert loss == resident[2]
 

@@ -25,7 +25,6 @@ from elastic.errors import JobError, StateDamaged, StateMissing
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.copy_budget import CopyRule
-from elastic.plan.layout import Layout
 from elastic.protocol.copy_schedule import Copy
 from elastic.state import heal, node_memory
 from elastic.state.region import Region, frame
@@ -41,8 +40,7 @@ from storage.slices import Tensor
 from tests.engine.test_offload import in_files
 from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import Ranks
-from tests.support.segments import Member, compute, member
+from tests.support.segments import Member, compute, here, member
 from tests.support.toys import toy_job
 
 LARGE: dict[str, Any] = {"vocab": 29, "dim": 256, "layers": 16, "heads": 4}
@@ -163,12 +161,12 @@ def nameless(world: World, job: Job) -> tuple[bool, str, list[str], int]:
         return region.on_disk, link, os.listdir(job.offload_folder), 512 * os.fstat(region.descriptor).st_blocks
 
 
-def test_the_files_have_no_names_and_end_with_their_processes(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_files_have_no_names_and_end_with_their_processes(tmp_path: Path) -> None:
     """A killed worker or keeper leaves nothing behind: the system frees a file without a name with the last process that has it open."""
     job = in_files(tmp_path / "run", offload_folder=str(tmp_path / "disk"))
     (tmp_path / "disk").mkdir()
     state = bytes_of(tensors_of(build_model(job, builder_of(job)), rule_of(job)))
-    on_disk, link, names, size = ranks.run(Layout(1, 1), nameless, job)[0]
+    on_disk, link, names, size = here(nameless, job)
     assert on_disk and link.startswith(f"{tmp_path / 'disk'}/") and link.endswith(" (deleted)") and names == []
     assert size >= 2 * state, "two versions are in it"
     assert not Region.create(1, 10, 1).on_disk, "the control"

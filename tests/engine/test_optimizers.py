@@ -26,7 +26,7 @@ from elastic.runs.run import Run
 from tests.engine.test_bits import plain_training
 from tests.support.live import Live
 from tests.support.ranks import Ranks
-from tests.support.segments import finish, member, train
+from tests.support.segments import finish, member, train, train_here
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
@@ -274,20 +274,9 @@ def test_momentum_is_the_recurrence_in_shards_and_after_a_reshape(ranks: Ranks, 
     told = ranks.run(Layout(2, 2), recurrence, job, Version(0, 0), 3, 0.875)
     saved = Version(3, ranks.generation)
     finish(job, Layout(2, 2), [receipt for _, receipt in told], saved)
-    after = ranks.run(Layout(1, 3), recurrence, job, saved, STEPS, 0.875)
+    after, control = ranks.run_each(Layout(1, 3), recurrence, [(job, saved, STEPS, 0.875), (job, saved, STEPS, 0.75)])
     assert all(holds for holds, _ in (*told, *after))
     assert finish(job, Layout(1, 3), [receipt for _, receipt in after], Version(STEPS, ranks.generation), ((saved.generation, 3),)) == (
-        train(ranks, alone, Layout(1, 1), STEPS).hash
+        train_here(alone, STEPS).hash
     )
-    assert not any(holds for holds, _ in ranks.run(Layout(1, 3), recurrence, job, saved, STEPS, 0.75))
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "adamw"])  # test_bits has AdamW
-def test_its_state_is_resumed_in_another_layout(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    """Promises 1 and 4: 2×2, then from the bucket 1×3, ends with the bits of one worker.  The control: it learns, by another rule."""
-    alone = train(ranks, job_of(kind, tmp_path / "alone"), Layout(1, 1), STEPS)
-    first = train(ranks, job_of(kind, tmp_path / "run"), Layout(2, 2), 3)
-    stored = {tensor.kind for tensor in Run.open(job_of(kind, tmp_path / "run")).checkpoints.open(first.version).tensors()}
-    assert stored == {"parameter", "scalar", *(f"moment.{moment}" for moment in rule_of(job_of(kind)).moments)}
-    assert train(ranks, job_of(kind, tmp_path / "run"), Layout(1, 3), STEPS, first.version).hash == alone.hash
-    assert alone.outcomes[-1].loss < alone.outcomes[0].loss
+    assert not any(holds for holds, _ in control)

@@ -25,7 +25,6 @@ from tests.support import model_world
 from tests.support.collectives import counting
 from tests.support.ranks import Ranks
 
-LAYOUTS = [Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(1, 3), Layout(3, 1), Layout(2, 2), Layout(1, 4), Layout(4, 1)]
 MAPS = ["aaaa", "aabb", "abbb", "abab"]
 SEEDS, MICROBATCHES = range(12), 7
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -186,25 +185,33 @@ def test_replicas_get_a_piece_from_another_node_once() -> None:
 # ---- in processes
 
 
-def folded(world: World, block: int) -> list[torch.Tensor]:
-    """Returns this member's shard of the sum for each seed."""
+def folded(world: World, nodes: str, block: int) -> list[torch.Tensor]:
+    """Returns this member's shard of the sum for each seed, as if the members were on ``nodes``."""
+    world.nodes = tuple(nodes)
     return [reduced(world, block, width(seed, world.layout), seed, MICROBATCHES, torch.float32) for seed in SEEDS]
 
 
-CASES = [(layout, "", 1) for layout in LAYOUTS] + [
-    (layout, nodes, block) for nodes in MAPS for layout, block in [(Layout(1, 4), 2), (Layout(4, 1), 2), (Layout(2, 2), 3)]
-]
+CASES = {
+    Layout(1, 1): [],
+    Layout(1, 2): [("ab", 3)],
+    Layout(2, 1): [],
+    Layout(1, 3): [("abb", 2)],
+    Layout(3, 1): [("aab", 2)],
+    Layout(2, 2): [(nodes, 3) for nodes in MAPS],
+    Layout(1, 4): [(nodes, 2) for nodes in MAPS],
+    Layout(4, 1): [(nodes, 2) for nodes in MAPS],
+}
+"""The nodes of members, and blocks, by layout, besides one node without blocks."""
 
 
-@pytest.mark.parametrize(
-    ("layout", "nodes", "block"), [*CASES, (Layout(1, 3), "abb", 2), (Layout(3, 1), "aab", 2), (Layout(1, 2), "ab", 3)]
-)
-def test_the_fold_is_a_sum_in_the_order_of_the_microbatches(ranks: Ranks, layout: Layout, nodes: str, block: int) -> None:
+@pytest.mark.parametrize("layout", CASES, ids=str)
+def test_the_fold_is_a_sum_in_the_order_of_the_microbatches(ranks: Ranks, layout: Layout) -> None:
     """Promise 1, bitwise: 7 microbatches over 1 to 4 ranks; what an idle rank brings does not enter; -0.0 stays -0.0."""
-    members: list[list[torch.Tensor]] = ranks.run(layout, folded, block, nodes=nodes)
-    for seed in SEEDS:
-        expected = dumb(gradients(seed, width(seed, layout)), block)
-        assert_equal([each[seed] for each in members], layout, expected)
+    cases = [("", 1), *CASES[layout]]
+    for (_, block), members in zip(cases, ranks.run_each(layout, folded, cases), strict=True):
+        for seed in SEEDS:
+            expected = dumb(gradients(seed, width(seed, layout)), block)
+            assert_equal([each[seed] for each in members], layout, expected)
 
 
 def sent(world: World, block: int) -> tuple[Counter[int], int]:
@@ -221,8 +228,8 @@ def test_real_processes_send_what_threads_send(ranks: Ranks) -> None:
     """The bytes at the seam to ``torch.distributed``, of two nodes of two: half as many leave a node as without blocks."""
     layout, nodes = Layout(1, 4), "aabb"
     out = {}
-    for block in (1, 2):
-        found: list[tuple[Counter[int], int]] = ranks.run(layout, sent, block, nodes=nodes)
+    found: list[tuple[Counter[int], int]]
+    for block, found in zip((1, 2), ranks.run_each(layout, sent, [(1,), (2,)], nodes=nodes), strict=True):
         _, exchange = model_world.run(layout, nodes, reduced, block, 960, 1, 8, torch.float32)
         pairs = {(source, target): count for source, (each, _) in enumerate(found) for target, count in each.items()}
         assert pairs == exchange.bytes and {calls for _, calls in found} == {4}, "two rounds, each in a node and between nodes"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from elastic.runs.run import Run
 from elastic.train.preflight import preflight
 from tests.support.carried import hash_after_healing
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, train
+from tests.support.segments import Trained, train, train_here
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
@@ -58,33 +57,28 @@ def own_job(bucket: Path, rule: str = "MOMENTUM", momentum: float = 0.9) -> Job:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(ranks, own_job(tmp_path_factory.mktemp("alone")), Layout(1, 1), STEPS)
+def job_alone(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return own_job(tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 2), Layout(1, 3)], ids=str)
-def test_every_layout_gives_the_bits_of_one_worker(ranks: Ranks, alone: Trained, tmp_path: Path, layout: Layout) -> None:
-    """Promise 1."""
-    assert train(ranks, own_job(tmp_path), layout, STEPS).hash == alone.hash
-    assert alone.outcomes[-1].loss < 0.9 * alone.outcomes[0].loss, "it learns"
+@pytest.fixture(scope="module")
+def alone(job_alone: Job) -> Trained:
+    """Trains with one worker; ``test_covering.py`` has the worlds."""
+    return train_here(job_alone, STEPS)
 
 
 def test_the_hash_sees_the_optimizer(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
     """Negative control: another momentum; and an optimizer to which it matters how a tensor is cut."""
-    assert train(ranks, own_job(tmp_path / "momentum", momentum=0.8), Layout(2, 2), STEPS).hash != alone.hash
-    whole = train(ranks, own_job(tmp_path / "whole", "WITHOUT_PLACE"), Layout(1, 1), STEPS)
-    assert whole.hash == alone.hash
+    assert train_here(own_job(tmp_path / "momentum", momentum=0.8), STEPS).hash != alone.hash
+    assert train_here(own_job(tmp_path / "whole", "WITHOUT_PLACE"), STEPS).hash == alone.hash
     assert train(ranks, own_job(tmp_path / "cut", "WITHOUT_PLACE"), Layout(1, 2), STEPS).hash != alone.hash
 
 
-def test_its_state_is_saved_and_resumed_in_another_layout(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
-    """Promise 4: from the bucket."""
-    job = own_job(tmp_path)
-    first = train(ranks, job, Layout(2, 2), 3)
-    stored = {(tensor.kind, tensor.name) for tensor in Run.open(job).checkpoints.open(first.version).tensors()}
+def test_its_moment_and_its_scalar_are_saved(job_alone: Job, alone: Trained) -> None:
+    stored = {(tensor.kind, tensor.name) for tensor in Run.open(job_alone).checkpoints.open(alone.version).tensors()}
     assert {kind for kind, _ in stored} == {"parameter", "moment.velocity", "scalar"}
     assert {name for kind, name in stored if kind == "scalar"} == {"updates", "decay"}
-    assert train(ranks, job, Layout(1, 3), STEPS, first.version).hash == alone.hash
+    assert alone.outcomes[-1].loss < 0.9 * alone.outcomes[0].loss, "it learns"
 
 
 def test_its_state_is_healed_from_members(ranks: Ranks, alone: Trained, tmp_path: Path) -> None:
@@ -149,22 +143,6 @@ def test_l13_lion_in_a_users_file_is_lion(tmp_path: Path) -> None:
         lr = optimizer.apply({"w": grad.clone()}, Outcome(step, 1, 1.0, (1.0,), (3,), ((0,),), finite=True))
         w, m = w - lr * (np.sign(0.9 * m + 0.1 * g) + 0.3 * w), 0.99 * m + 0.01 * g
     np.testing.assert_allclose(value.numpy(), w, rtol=1e-12)
-
-
-def lion_job(bucket: Path, **changes: Any) -> Job:
-    return toy_job(bucket, steps=4, optim={"kind": f"{BAD}:LION", "lr": 3e-3, "betas": [0.9, 0.99]}, **changes)
-
-
-def test_l13_lion_has_the_bits_of_one_worker_in_every_layout_and_with_its_state_on_the_host(ranks: Ranks, tmp_path: Path) -> None:
-    """L13: the control is another beta."""
-    expected = train(ranks, lion_job(tmp_path / "one"), Layout(1, 1), 4)
-    assert train(ranks, lion_job(tmp_path / "cut"), Layout(2, 2), 4).hash == expected.hash
-    hosted = lion_job(tmp_path / "hosted", offload="optimizer", parallel={"zero": 2})
-    assert train(ranks, hosted, Layout(1, 2), 4).hash == expected.hash
-    control = lion_job(tmp_path / "control")
-    control = control.replace(optim=control.optim.model_copy(update={"betas": (0.9, 0.9)}))
-    assert train(ranks, control, Layout(1, 1), 4).hash != expected.hash
-    assert expected.outcomes[-1].loss < expected.outcomes[0].loss
 
 
 @pytest.mark.fast

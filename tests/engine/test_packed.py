@@ -10,7 +10,6 @@ import torch
 
 from elastic.data.tokens import TokenDataset
 from elastic.engine.parallelize import apply_kernels
-from elastic.ids import Version
 from elastic.job import Job
 from elastic.kernels.attention import Kernel
 from elastic.models import gpt2, llama
@@ -19,7 +18,7 @@ from storage.datasets import Coding, write_dataset
 from storage.objects import ObjectStore
 from tests.data.texts import numbered
 from tests.support.ranks import Ranks
-from tests.support.segments import train
+from tests.support.segments import train, train_here
 from tests.support.toys import toy_job
 
 STEPS, END = 4, 28
@@ -40,32 +39,18 @@ def job_on(tokens: Path, bucket: Path, documents: bool = True, **changes: Any) -
     return toy_job(bucket, data={"args": {"path": str(tokens), "seq_len": 16, "documents": documents}}, **changes)
 
 
-def test_worlds_end_with_the_same_bits(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
-    """Whole and cut in two, with all that the backward pass may compute again, and through a change of the world; the model has dropout.
-
-    The controls: with documents that are not kept apart, the weights and the number of targets are others.
-    """
-    whole = train(ranks, job_on(tokens, tmp_path / "whole"), Layout(1, 1), STEPS)
-    for n, (layout, recompute) in enumerate(((Layout(1, 2), "none"), (Layout(1, 2), "block"), (Layout(2, 1), "selective"))):
-        assert train(ranks, job_on(tokens, tmp_path / str(n), recompute=recompute), layout, STEPS).hash == whole.hash
-    moved = job_on(tokens, tmp_path / "moved")
-    half = train(ranks, moved, Layout(1, 2), STEPS // 2)
-    assert train(ranks, moved, Layout(1, 1), STEPS, Version(STEPS // 2, half.version.generation)).hash == whole.hash
-    plain = train(ranks, job_on(tokens, tmp_path / "plain", documents=False), Layout(1, 1), STEPS)
-    assert plain.hash != whole.hash and plain.outcomes[0].tokens > whole.outcomes[0].tokens
-
-
 def test_gpt2_ends_with_the_same_bits(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
     """Its positions are learned."""
     more = {"model": "elastic.models.gpt2:build", "model_args": {"vocab": 29, "dim": 32, "length": 16}}
-    runs = [train(ranks, job_on(tokens, tmp_path / str(n), **more), Layout(1, n), STEPS) for n in (1, 2)]
-    assert runs[0].hash == runs[1].hash
+    one, two = (job_on(tokens, tmp_path / name, **more) for name in ("one", "two"))
+    assert train_here(one, STEPS).hash == train(ranks, two, Layout(1, 2), STEPS).hash
 
 
-def test_the_targets_of_a_step_are_those_of_its_documents(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
-    """A target counts unless its input ends a document."""
-    job = job_on(tokens, tmp_path)
-    outcome = train(ranks, job, Layout(1, 1), 1).outcomes[0]
+def test_the_targets_of_a_step_are_those_of_its_documents(tokens: Path, tmp_path: Path) -> None:
+    """A target counts unless its input ends a document.  The control: all count where documents are not kept apart, and bits are others."""
+    kept, plain = (train_here(job_on(tokens, tmp_path / str(each), documents=each), 1) for each in (True, False))
+    outcome = kept.outcomes[0]
+    assert plain.hash != kept.hash and plain.outcomes[0].tokens > outcome.tokens
     rows = TokenDataset(str(tokens), 16).read(tuple(id for ids in outcome.samples for id in ids))["tokens"]
     assert outcome.tokens == (rows[:, :-1] != END).sum() < rows[:, 1:].numel()
 

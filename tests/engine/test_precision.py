@@ -17,7 +17,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
-from tests.support.segments import compute, member, train
+from tests.support.segments import compute, here, member, train, train_each, train_here
 from tests.support.toys import toy_job
 
 BF16 = {"precision": "bf16"}
@@ -53,25 +53,15 @@ def test_e2_what_is_computed_with_is_bf16_and_what_is_kept_is_float32(ranks: Ran
     """E2: dtypes of the tensors themselves, in every member."""
     low, high = {"bfloat16"}, {"float32"}
     kept = {kind: high for kind in ("gradient", "parameter", "moment.exp_avg", "moment.exp_avg_sq", "scalar")}
-    for seen in ranks.run(layout, dtypes, toy_job(tmp_path, **BF16)):
-        assert seen == {"weight": low, "input": low, "output": low, **kept}
-    for seen in ranks.run(layout, dtypes, toy_job(tmp_path)):
-        assert seen == {"weight": high, "input": high, "output": high, **kept}
-
-
-def test_the_bits_do_not_depend_on_the_layout_in_bf16_either(ranks: Ranks, tmp_path: Path) -> None:
-    """Promise 1 under mixed precision; float32 gives other bits, so bf16 was used."""
-    layouts = [Layout(1, 1), Layout(1, 2), Layout(2, 1), Layout(1, 3)]
-    one, *others = (train(ranks, toy_job(tmp_path / str(layout), **BF16), layout, STEPS) for layout in layouts)
-    assert [found.hash for found in others] == [one.hash] * len(others)
-    assert train(ranks, toy_job(tmp_path / "high"), Layout(1, 1), STEPS).hash != one.hash
+    found = ranks.run_each(layout, dtypes, [(toy_job(tmp_path, **BF16),), (toy_job(tmp_path),)])
+    for computed, members in zip((low, high), found, strict=True):
+        assert members == [{"weight": computed, "input": computed, "output": computed, **kept}] * layout.world
 
 
 def test_without_the_fold_bf16_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """Negative control of the one above."""
-    job = {**BF16, "reproducible": False}
-    one, three = (train(ranks, toy_job(tmp_path / str(layout), **job), layout, STEPS) for layout in (Layout(1, 1), Layout(1, 3)))
-    assert one.hash != three.hash
+    """Negative control of ``test_covering.py``."""
+    one, three = (toy_job(tmp_path / name, **BF16, reproducible=False) for name in ("one", "three"))
+    assert train_here(one, STEPS).hash != train(ranks, three, Layout(1, 3), STEPS).hash
 
 
 def small_updates(world: World, job: Job, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float]:
@@ -95,10 +85,10 @@ def small_updates(world: World, job: Job, steps: int) -> tuple[dict[str, torch.T
         return {k: v.detach().clone() for k, v in norms.items()}, {k: v.detach().float() for k, v in pure.items()}, largest
 
 
-def test_e2_updates_too_small_for_bf16_move_the_masters(ranks: Ranks, tmp_path: Path) -> None:
+def test_e2_updates_too_small_for_bf16_move_the_masters(tmp_path: Path) -> None:
     """E2: each update is below 2^-9 of the weight, half of what bf16 can tell apart below 1; pure bf16 weights stay where they were."""
     job = toy_job(tmp_path, **BF16, optim={"lr": 2e-4}, schedule={"kind": "constant"})
-    ((masters, pure, largest),) = ranks.run(Layout(1, 1), small_updates, job, 12)
+    masters, pure, largest = here(small_updates, job, 12)
     assert 0 < largest < 2**-9
     for name, value in masters.items():
         assert bool((value != 1).all()), name
@@ -139,10 +129,11 @@ class Mixed(nn.Module):
 def test_inputs_in_float32_are_cast_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
     """Blocks get bf16, whether FSDP2 wraps them or not.  The control: in float32 the bits are others."""
     own: dict[str, Any] = {"model": f"{__name__}:Mixed", "model_args": {}, **BF16}
-    one = train(ranks, toy_job(tmp_path / "one", **own), Layout(1, 1), STEPS)
-    for number, (layout, zero) in enumerate([(Layout(1, 2), 3), (Layout(1, 2), 2), (Layout(2, 1), 0)]):
-        assert train(ranks, toy_job(tmp_path / str(number), parallel={"zero": zero}, **own), layout, STEPS).hash == one.hash
-    assert train(ranks, toy_job(tmp_path / "high", **{**own, "precision": "fp32"}), Layout(1, 1), STEPS).hash != one.hash
+    one = train_here(toy_job(tmp_path / "one", **own), STEPS)
+    none, *shards = (toy_job(tmp_path / str(zero), parallel={"zero": zero}, **own) for zero in (0, 2, 3))
+    others = [*train_each(ranks, shards, Layout(1, 2), STEPS), train(ranks, none, Layout(2, 1), STEPS)]
+    assert [each.hash for each in others] == [one.hash] * 3
+    assert train_here(toy_job(tmp_path / "high", **{**own, "precision": "fp32"}), STEPS).hash != one.hash
 
 
 @pytest.mark.full
@@ -167,12 +158,12 @@ def losses(world: World, job: Job, steps: int) -> tuple[list[float], int]:
         return found, sum(issubclass(type(each), torch.amp.GradScaler) for each in gc.get_objects())
 
 
-def test_e4_the_loss_in_bf16_is_that_of_fp32_without_a_scaler(ranks: Ranks, tmp_path: Path) -> None:
+def test_e4_the_loss_in_bf16_is_that_of_fp32_without_a_scaler(tmp_path: Path) -> None:
     """E4: within 1 % after 200 steps (mean of the last ten), no loss scaler.  The control: fifty steps earlier it is not."""
     last, earlier = {}, 0.0
     for precision in ("bf16", "fp32"):
         job = toy_job(tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3})
-        ((curve, scalers),) = ranks.run(Layout(1, 1), losses, job, 200)
+        curve, scalers = here(losses, job, 200)
         assert scalers == 0
         assert curve[-1] < 0.5 * curve[0]
         last[precision], earlier = statistics.mean(curve[-10:]), statistics.mean(curve[-60:-50])

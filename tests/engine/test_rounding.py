@@ -27,7 +27,7 @@ from elastic.runs.run import Run
 from storage.slices import Slice
 from tests.support.carried import hash_after_healing
 from tests.support.ranks import Ranks
-from tests.support.segments import finish, member, train
+from tests.support.segments import member, train_here
 from tests.support.toys import toy_job
 
 STEPS = 4
@@ -232,29 +232,20 @@ def held_bytes(world: World, job: Job) -> tuple[int, int]:
 
 def test_moments_take_half_the_bytes(ranks: Ranks, tmp_path: Path) -> None:
     """Counted from the storages of a member that has done a step.  The control: in the format of the model they take twice as many."""
-    for moments, factor in (("bf16", 1), ("model", 2)):
-        for held, weights in ranks.run(Layout(1, 2), held_bytes, bf16_job(tmp_path / moments, moments)):
-            assert held == factor * weights
+    cases = [(bf16_job(tmp_path / moments, moments),) for moments in ("bf16", "model")]
+    for factor, members in enumerate(ranks.run_each(Layout(1, 2), held_bytes, cases), 1):
+        assert all(held == factor * weights for held, weights in members)
 
 
-def test_every_layout_gives_the_bits_of_one_worker(ranks: Ranks, tmp_path: Path) -> None:
-    """Promises 1 and 4: on 1×3, and on 2×2, then from members on 1×4.  The control: another seed of the rounding."""
-    alone = train(ranks, bf16_job(tmp_path / "alone"), Layout(1, 1), STEPS)
+def test_its_state_is_healed_from_members(ranks: Ranks, tmp_path: Path) -> None:
+    """Promise 4: on 2×2, then from members on 1×4.  The control: another seed of the rounding."""
+    alone = train_here(bf16_job(tmp_path / "alone"), STEPS)
     stored = {(t.kind, t.dtype) for t in Run.open(bf16_job(tmp_path / "alone")).checkpoints.open(alone.version).tensors()}
     assert stored >= {("parameter", "F32"), ("moment.exp_avg", "BF16"), ("moment.exp_avg_sq", "BF16")}
-    assert train(ranks, bf16_job(tmp_path / "three"), Layout(1, 3), STEPS).hash == alone.hash
     assert hash_after_healing(ranks, bf16_job(tmp_path / "healed"), STEPS) == alone.hash
-    other = bf16_job(tmp_path / "other")
-    receipts = ranks.run(Layout(1, 1), otherwise, other)
-    assert finish(other, Layout(1, 1), receipts, Version(STEPS, ranks.generation)) != alone.hash
-
-
-def otherwise(world: World, job: Job) -> Any:
-    with pytest.MonkeyPatch.context() as patch, member(world, job, Version(0, 0)) as me:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw, "key_of", lambda hyper, name, moment: key_of(replace(hyper, seed=1), name, moment))
-        while me.state.shard.version.step < STEPS:
-            me.step()
-        return me.save()
+        assert train_here(bf16_job(tmp_path / "other"), STEPS).hash != alone.hash
 
 
 @pytest.mark.fast

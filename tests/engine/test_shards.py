@@ -88,7 +88,8 @@ def test_c5_at_most_one_layer_more_than_is_needed_is_whole(ranks: Ranks, tmp_pat
     After forward no layer is, and after backward nothing is.  The rest of the model, which the backward pass needs first, stays in between,
     as FSDP2 has it.  In the control, which frees nothing after forward, all layers are whole then.
     """
-    (found, sizes), other = ranks.run(PAIR, sampled, staged(tmp_path / "free", 3, **FREE), False)
+    cases = [(staged(tmp_path / name, 3, **FREE), name == "kept") for name in ("free", "kept")]
+    ((found, sizes), other), ((kept, _), _) = ranks.run_each(PAIR, sampled, cases)
     width = LARGE["dim"]
     assert min(sizes[:LAYERS]) >= 2 * 4 * width * width and sizes[LAYERS] >= 2 * 29 * width, (
         "what is looked at is a layer's whole parameters, in bf16"
@@ -105,7 +106,6 @@ def test_c5_at_most_one_layer_more_than_is_needed_is_whole(ranks: Ranks, tmp_pat
         else:
             assert number in layers and len(layers) <= PREFETCH + 1, (what, number, alive)
     assert max(len({*alive} - {LAYERS}) for _, _, alive in found) == PREFETCH + 1, "one is gathered ahead"
-    (kept, _), _ = ranks.run(PAIR, sampled, staged(tmp_path / "kept", 3, **FREE), True)
     assert [alive for what, _, alive in kept if what == "after forward"] == [[*range(LAYERS + 1)]]
 
 
@@ -129,25 +129,27 @@ def sums(calls: Calls) -> Calls:
     return Calls(call for call in calls if "reduce_scatter" in call.name)
 
 
-@pytest.mark.parametrize("layers", [2, 4])
-def test_c6_stage_and_layers_change_the_number_of_gathers(ranks: Ranks, tmp_path: Path, layers: int) -> None:
+def test_c6_stage_and_layers_change_the_number_of_gathers(ranks: Ranks, tmp_path: Path) -> None:
     """C6: full sharding gathers each layer twice a round, and the rest once; stage 2 (SHARD_GRAD_OP) everything once a step.
 
     Layers are wrapped one by one, so their number is in the number of collectives.  One stage is the control of the other.
     """
-    rounds, model = 4, {"model_args": {**LARGE, "layers": layers}}
-    full, once = (ranks.run(PAIR, calls_of, staged(tmp_path / str(zero), zero, **{**FREE, **model}))[0] for zero in (3, 2))
-    assert len(gathers(full)) == rounds * (2 * layers + 1) and len(gathers(once)) == layers + 1
-    assert len(sums(full)) == len(sums(once)) == rounds * (layers + 1)
-    assert gathers(full).bytes(*{call.name for call in full}) > rounds * gathers(once).bytes(*{call.name for call in once})
+    rounds, numbers = 4, (2, 4)
+    models = {layers: {**FREE, "model_args": {**LARGE, "layers": layers}} for layers in numbers}
+    cases = [(staged(tmp_path / f"{layers} {zero}", zero, **models[layers]),) for layers in numbers for zero in (3, 2)]
+    found = [members[0] for members in ranks.run_each(PAIR, calls_of, cases)]
+    for layers, full, once in zip(numbers, found[::2], found[1::2], strict=True):
+        assert len(gathers(full)) == rounds * (2 * layers + 1) and len(gathers(once)) == layers + 1
+        assert len(sums(full)) == len(sums(once)) == rounds * (layers + 1)
+        assert gathers(full).bytes(*{call.name for call in full}) > rounds * gathers(once).bytes(*{call.name for call in once})
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_c6_precision_changes_the_dtype_of_the_collectives(ranks: Ranks, tmp_path: Path, zero: int) -> None:
     """C6: weights travel in the format of forward and backward, and take half the bytes in bf16; gradients are summed in float32."""
-    found = {}
-    for precision in ("fp32", "bf16"):
-        calls = ranks.run(PAIR, calls_of, staged(tmp_path / precision, zero, **{**FREE, "precision": precision}))[0]
+    found, precisions = {}, ("fp32", "bf16")
+    cases = [(staged(tmp_path / precision, zero, **{**FREE, "precision": precision}),) for precision in precisions]
+    for precision, (calls, _) in zip(precisions, ranks.run_each(PAIR, calls_of, cases), strict=True):
         found[precision] = gathers(calls)
         assert {dtype for call in sums(calls) for dtype in call.dtypes} == {torch.float32}
     total = {precision: sum(call.bytes for call in calls) for precision, calls in found.items()}
@@ -169,17 +171,25 @@ def hybrid(world: World, job: Job) -> tuple[Calls, int, float, str]:
         return calls, taken, loss, shard_hash(me.state.shard)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_c8_replicas_of_shards(ranks: Ranks, tmp_path: Path, zero: int) -> None:
+def test_c8_replicas_of_shards(ranks: Ranks, tmp_path: Path) -> None:
     """C8: two replicas of two shards.  A member holds 16 bytes for each parameter of its shard (4 weights, 8 moments, 4 sums), and in stage
     2 the 2 of all weights with which it computes; replicas are equal, and shards are not.
 
     Between replicas only the shard of the gradient travels, in float32: once a step in stage 2, and in each round in stage 3.  Weights stay
     within a replica.  The control: four shards of one replica take half the memory and send nothing of the kind.
     """
-    job = staged(tmp_path / "hybrid", zero, **FREE)
-    parameters = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
-    members = ranks.run(Layout(2, 2), hybrid, job)
+    cases = [(staged(tmp_path / f"hybrid {zero}", zero, **FREE),) for zero in (2, 3)]
+    flat = [(staged(tmp_path / f"flat {zero}", zero, **FREE),) for zero in (2, 3)]
+    hybrids, flats = ranks.run_each(Layout(2, 2), hybrid, cases), ranks.run_each(Layout(1, 4), hybrid, flat)
+    parameters = sum(parameter.numel() for parameter in build_model(cases[0][0], builder_of(cases[0][0])).parameters())
+    for zero, members, (alone, *_) in zip((2, 3), hybrids, flats, strict=True):
+        check_hybrid(zero, parameters, members)
+        calls, taken, _, _ = alone
+        assert taken / parameters == pytest.approx(16 / 4 + (2 if zero == 2 else 0), rel=0.03)
+        assert {call.members for call in calls} == {(0, 1, 2, 3)} and not calls.named("allreduce")
+
+
+def check_hybrid(zero: int, parameters: int, members: Sequence[tuple[Calls, int, float, str]]) -> None:
     hashes = [each[3] for each in members]
     assert hashes[0] == hashes[2] != hashes[1] == hashes[3]
     rounds, whole = 8 // 4, 2 if zero == 2 else 0
@@ -191,6 +201,3 @@ def test_c8_replicas_of_shards(ranks: Ranks, tmp_path: Path, zero: int) -> None:
         between = Calls(call for call in calls if call.members == alike)
         assert {dtype for call in between for dtype in call.dtypes} == {torch.float32}
         assert sum(call.bytes for call in between) / (4 * parameters) == pytest.approx((rounds if zero == 3 else 1) / 2, rel=0.03)
-    calls, taken, _, _ = ranks.run(Layout(1, 4), hybrid, staged(tmp_path / "flat", zero, **FREE))[0]
-    assert taken / parameters == pytest.approx(16 / 4 + whole, rel=0.03)
-    assert {call.members for call in calls} == {(0, 1, 2, 3)} and not calls.named("allreduce")

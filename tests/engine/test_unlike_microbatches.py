@@ -18,7 +18,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
-from tests.support.segments import member, train
+from tests.support.segments import here, member, train, train_each, train_here
 from tests.support.toys import Sums, toy_job
 
 HERE = __name__
@@ -110,42 +110,43 @@ def said(world: World, job: Job) -> str:
             return ""
 
 
-@pytest.mark.parametrize("kind", ["block", "rest"])
-def test_unlike_microbatches_have_the_gradients_of_plain_torch(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_unlike_microbatches_have_the_gradients_of_plain_torch(ranks: Ranks, tmp_path: Path) -> None:
     """C3: with every stage, also where sums have no fixed order.  The control: FSDP2 by itself adds one layer's gradients to another's."""
-    whole, judge = ranks.run(Layout(1, 1), norms, job(tmp_path / "0", kind), True)[0]
-    assert whole == pytest.approx(judge, rel=1e-5)
-    for number, changes in enumerate(({"reproducible": True}, {"reproducible": False})):
-        stage_3 = job(tmp_path / f"3-{number}", kind, parallel={"dp_shard": 2, "zero": 3}, **changes)
-        for norm, _ in ranks.run(Layout(1, 2), norms, stage_3, True):
-            assert norm == pytest.approx(judge, rel=1e-5)
-        for norm, _ in ranks.run(Layout(1, 2), norms, stage_3, False):
-            assert norm != pytest.approx(judge, rel=1e-3)
+    judges, split_up = {"block": 0.0, "rest": 0.0}, {"parallel": {"dp_shard": 2, "zero": 3}}
+    for kind in judges:
+        whole, judges[kind] = here(norms, job(tmp_path / kind, kind), True)
+        assert whole == pytest.approx(judges[kind], rel=1e-5)
+    cases = [(kind, each, filled) for kind in judges for each in (True, False) for filled in (True, False)]
+    jobs = [(job(tmp_path / str(n), kind, **split_up, reproducible=each), filled) for n, (kind, each, filled) in enumerate(cases)]
+    for (kind, _, filled), members in zip(cases, ranks.run_each(Layout(1, 2), norms, jobs), strict=True):
+        for norm, _ in members:
+            assert norm == pytest.approx(judges[kind], rel=1e-5) if filled else norm != pytest.approx(judges[kind], rel=1e-3)
 
 
 def test_unlike_microbatches_have_the_same_bits_in_every_layout_and_stage(ranks: Ranks, tmp_path: Path) -> None:
-    one = train(ranks, job(tmp_path / "1", "block"), Layout(1, 1), 3)
-    for zero in (1, 2, 3):
-        other = train(ranks, job(tmp_path / f"2-{zero}", "block", parallel={"dp_shard": 2, "zero": zero}), Layout(1, 2), 3)
-        assert other.hash == one.hash, zero
+    one = train_here(job(tmp_path / "1", "block"), 3)
+    stages = [job(tmp_path / f"2-{zero}", "block", parallel={"dp_shard": 2, "zero": zero}) for zero in (1, 2, 3)]
+    assert [each.hash for each in train_each(ranks, stages, Layout(1, 2), 3)] == [one.hash] * 3
 
 
 def test_a_block_in_a_reentrant_checkpoint_has_its_part_in_stage_3(ranks: Ranks, tmp_path: Path) -> None:
     """It runs without gradients first, and with them in the backward pass."""
-    whole, judge = ranks.run(Layout(1, 1), norms, job(tmp_path / "1", "reentrant"), True)[0]
+    whole, judge = here(norms, job(tmp_path / "1", "reentrant"), True)
     assert whole == pytest.approx(judge, rel=1e-5)
     for norm, _ in ranks.run(Layout(1, 2), norms, job(tmp_path / "3", "reentrant", parallel={"dp_shard": 2, "zero": 3}), True):
         assert norm == whole
 
 
-@pytest.mark.parametrize("kind", ["again", "then", "first"])
-def test_several_parts_of_a_block_are_all_summed_where_sums_have_no_fixed_order(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_several_parts_of_a_block_are_all_summed_where_sums_have_no_fixed_order(ranks: Ranks, tmp_path: Path) -> None:
     """FSDP2 by itself, the control, leaves out the gradients of a reentrant checkpoint that runs backward after another part."""
-    _, judge = ranks.run(Layout(1, 1), norms, job(tmp_path / "1", kind, parallel={"zero": 3}, reproducible=False), True)[0]
-    found = ranks.run(Layout(1, 2), norms, job(tmp_path / "3", kind, parallel={"dp_shard": 2, "zero": 3}, reproducible=False), True)
-    assert [norm for norm, _ in found] == pytest.approx([judge, judge], rel=1e-5)
-    alone = ranks.run(Layout(1, 2), norms_alone, job(tmp_path / "x", kind, parallel={"dp_shard": 2, "zero": 3}, reproducible=False))
-    assert (alone == pytest.approx([judge, judge], rel=1e-3)) is (kind == "first")
+    kinds, free = ("again", "then", "first"), {"reproducible": False}
+    jobs = [job(tmp_path / kind, kind, parallel={"dp_shard": 2, "zero": 3}, **free) for kind in kinds]
+    ours = ranks.run_each(Layout(1, 2), norms, [(each, True) for each in jobs])
+    theirs = ranks.run_each(Layout(1, 2), norms_alone, [(each,) for each in jobs])
+    for kind, found, alone in zip(kinds, ours, theirs, strict=True):
+        _, judge = here(norms, job(tmp_path / f"{kind} alone", kind, parallel={"zero": 3}, **free), True)
+        assert [norm for norm, _ in found] == pytest.approx([judge, judge], rel=1e-5)
+        assert (alone == pytest.approx([judge, judge], rel=1e-3)) is (kind == "first")
 
 
 @pytest.mark.parametrize(
@@ -159,12 +160,17 @@ def test_several_parts_of_a_block_are_all_summed_where_sums_have_no_fixed_order(
     ],
 )
 def test_a_block_that_runs_twice_or_not_at_all_ends_a_step_of_stage_3(ranks: Ranks, tmp_path: Path, kind: str, begins: str) -> None:
-    """The control: stage 2 has the bits of one worker."""
+    """The next test is the control."""
     stage_3 = job(tmp_path / "3", kind, parallel={"dp_shard": 2, "zero": 3})
     found = [sentence for sentence in ranks.run(Layout(1, 2), said, stage_3) if sentence]
     assert found and all(sentence.startswith(begins) and "set parallel.zero = 2" in sentence for sentence in found)
-    one = train(ranks, job(tmp_path / "1", kind), Layout(1, 1), 2)
-    assert train(ranks, job(tmp_path / "2", kind, parallel={"dp_shard": 2, "zero": 2}), Layout(1, 2), 2).hash == one.hash
+
+
+def test_what_stage_3_refuses_has_the_bits_of_one_worker_in_stage_2(ranks: Ranks, tmp_path: Path) -> None:
+    kinds = ("twice", "again", "then", "first", "skip")
+    stage_2 = [job(tmp_path / kind, kind, parallel={"dp_shard": 2, "zero": 2}) for kind in kinds]
+    alone = [train_here(job(tmp_path / f"{kind} alone", kind), 2).hash for kind in kinds]
+    assert [each.hash for each in train_each(ranks, stage_2, Layout(1, 2), 2)] == alone
 
 
 def learning(model: nn.Module, batch: dict[str, Tensor]) -> Any:
@@ -192,11 +198,11 @@ def test_a_pass_without_gradients_has_no_part_in_stage_3(ranks: Ranks, tmp_path:
         "reproducible": reproducible,
         "loss": f"{HERE}:weighted_by_teacher",
     }
-    one = train(ranks, toy_job(tmp_path / "1", **changes), Layout(1, 1), 2)
+    one = train_here(toy_job(tmp_path / "1", **changes), 2)
     split_up = train(ranks, toy_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3}), Layout(1, 2), 2)
     assert [each.norm for each in split_up.outcomes] == pytest.approx([each.norm for each in one.outcomes], rel=1e-4)
     assert not reproducible or split_up.hash == one.hash
-    alone = train(ranks, toy_job(tmp_path / "alone", **changes | {"loss": "elastic.engine.loss:next_token"}), Layout(1, 1), 1)
+    alone = train_here(toy_job(tmp_path / "alone", **changes | {"loss": "elastic.engine.loss:next_token"}), 1)
     assert alone.outcomes[0].norm != pytest.approx(one.outcomes[0].norm, rel=1e-2)
     if reproducible:
         refused = toy_job(tmp_path / "2", **changes | {"loss": f"{HERE}:learning"}, parallel={"dp_shard": 2, "zero": 3})
@@ -227,5 +233,5 @@ def test_a_backward_pass_within_the_loss_is_named_by_stage_3(ranks: Ranks, tmp_p
     found = [sentence for sentence in ranks.run(Layout(1, 2), said, stage_3) if sentence]
     assert found and all(sentence.startswith("a backward pass ran within the loss (torch.autograd.grad") for sentence in found), found
     assert all(sentence.endswith("set parallel.zero = 2") for sentence in found)
-    one = train(ranks, toy_job(tmp_path / "1", **changes), Layout(1, 1), 2)
+    one = train_here(toy_job(tmp_path / "1", **changes), 2)
     assert train(ranks, toy_job(tmp_path / "2", **changes, parallel={"dp_shard": 2, "zero": 2}), Layout(1, 2), 2).hash == one.hash

@@ -24,9 +24,8 @@ from elastic.train.preflight import preflight
 from elastic.train.session import build_of, make_session
 from elastic.train.validation import Blocks, validate
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, member, train
+from tests.support.segments import Trained, here, member, train_each, train_here
 from tests.support.toys import Sums, toy_job
-from tests.support.worlds import STEPS
 
 HELD_OUT = {"every": 2, "samples": 7, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
 
@@ -40,28 +39,13 @@ def found(trained: Trained) -> dict[int, Validated]:
     return {each.step - 1: each.validated for each in trained.outcomes if each.validated is not None}
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1), Layout(1, 3), Layout(2, 2)], ids=str)
-def test_l1_the_bits_are_those_of_one_worker_and_of_a_run_without(ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout) -> None:
-    """L1: seven samples in microbatches of two, over members that share the weights, or do not.
-
-    The control: eight samples lose something else.
-    """
-    alone = train(ranks, validating(tmp_path / "alone"), Layout(1, 1), STEPS)
-    there = train(ranks, validating(tmp_path / "there"), layout, STEPS)
-    assert alone.hash == there.hash == reference.hash
-    assert list(found(alone)) == [*range(2, STEPS, 2)] and found(there) == found(alone)
-    assert [each.losses for each in there.outcomes] == [each.losses for each in reference.outcomes]
-    other = train(ranks, validating(tmp_path / "other", validation=HELD_OUT | {"samples": 8}), layout, 3)
-    assert found(other)[2] != found(alone)[2]
-
-
-@pytest.mark.parametrize("samples", [1, 4, 7])
-def test_l1_each_sample_counts_once(ranks: Ranks, tmp_path: Path, samples: int) -> None:
+def test_l1_each_sample_counts_once(ranks: Ranks, tmp_path: Path) -> None:
     """L1: the judge computes them one by one from the exported state, without the engine."""
-    job = validating(tmp_path, validation=HELD_OUT | {"samples": samples})
-    trained = train(ranks, job, Layout(1, 2), 3)
-    before = train(ranks, validating(tmp_path / "before", steps=job.steps), Layout(1, 1), 2)
-    assert before.version.step == 2
+    numbers = (1, 4, 7)
+    jobs = [validating(tmp_path / str(samples), validation=HELD_OUT | {"samples": samples}) for samples in numbers]
+    told = [found(trained)[2] for trained in train_each(ranks, jobs, Layout(1, 2), 3)]
+    job = validating(tmp_path / "before", steps=jobs[0].steps)
+    assert train_here(job, 2).version.step == 2
     model = build(**job.model_args)
     model.init_weights()
     state: dict[str, torch.Tensor] = {}
@@ -73,29 +57,27 @@ def test_l1_each_sample_counts_once(ranks: Ranks, tmp_path: Path, samples: int) 
             value.copy_(next(each for key, each in state.items() if key.removeprefix("model.") == name or key == name))
         model.eval()
         dataset = Sums(**HELD_OUT["args"])
-        pairs = [next_token(model, dataset.read((sample,))) for sample in range(samples)]
-    expected, terms = sum(float(loss) for loss, _ in pairs), sum(int(count) for _, count in pairs)
-    told = found(trained)[2]
-    assert told.count == terms and told.loss == pytest.approx(expected, rel=1e-5)
+        pairs = [next_token(model, dataset.read((sample,))) for sample in range(max(numbers))]
+    for samples, validated in zip(numbers, told, strict=True):
+        expected, terms = sum(float(loss) for loss, _ in pairs[:samples]), sum(int(count) for _, count in pairs[:samples])
+        assert validated.count == terms and validated.loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"precision": "bf16", "parallel": {"zero": 2}},
-        {"model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.3}},
-        {"recompute": "block", "activations": "offload"},
         {"reproducible": False, "parallel": {"zero": 1}, "precision": "bf16"},
-        {"model": "tests.support.toys:batch_normed", "model_args": {}},
-        {"offload": "weights", "parallel": {"zero": 2}},
         pytest.param({"compile": True, "precision": "bf16"}, marks=pytest.mark.full),
     ],
     ids=str,
 )
 def test_l1_whatever_the_engine_does(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """L1: with and without, a world of two ends with the same bits; nothing is random, so twice is the same."""
-    without = train(ranks, toy_job(tmp_path / "without", **changes), Layout(1, 2), 5)
-    both = [train(ranks, validating(tmp_path / name, **changes), Layout(1, 2), 5) for name in ("once", "twice")]
+    """L1: with and without, a world of two ends with the same bits; nothing is random, so twice is the same.
+
+    ``test_covering.py`` has all else that the engine does.
+    """
+    jobs = [toy_job(tmp_path / "without", **changes), *(validating(tmp_path / name, **changes) for name in ("once", "twice"))]
+    without, *both = train_each(ranks, jobs, Layout(1, 2), 5)
     if changes.get("reproducible", True):
         assert {each.hash for each in both} == {without.hash}
     assert [*found(both[0])] == [2, 4] and (found(both[0]) == found(both[1]) or not changes.get("reproducible", True))
@@ -158,10 +140,10 @@ def nudged(world: World, job: Job) -> str:
         return f"{name}: {refused.value}"
 
 
-def test_a_model_that_changes_in_a_validation_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_model_that_changes_in_a_validation_is_refused(tmp_path: Path) -> None:
     """The control is every other test: a model that changes nothing passes."""
     job = validating(tmp_path, model="tests.support.toys:batch_normed", model_args={})
-    (said,) = ranks.run(Layout(1, 1), nudged, job)
+    said = here(nudged, job)
     name = said.partition(":")[0]
     assert f"changed the buffer {name!r}" in said
 

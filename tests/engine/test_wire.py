@@ -18,15 +18,16 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.batch import deal_of
 from elastic.plan.layout import Layout
-from tests.engine.test_bits import PLACES
 from tests.engine.test_ordered import dumb, gradients
 from tests.support.collectives import counting
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, member, segment, train
+from tests.support.segments import Trained, member, segment, train_here
 from tests.support.toys import toy_job
 from tests.support.worlds import STEPS
 
 BF16: dict[str, Any] = {"reduction": {"wire": "bf16"}}
+PLACES = [(Layout(1, 1), ""), (Layout(2, 2), "aabb"), (Layout(1, 4), "abbb"), (Layout(4, 1), "aaaa"), (Layout(3, 1), "aab")]
+"""Layouts, each with the nodes of its members."""
 BLOCK, MICROBATCHES, ELEMENTS, SEED = 3, 8, 120, 5
 
 
@@ -72,38 +73,16 @@ def test_e6_a_sum_that_is_rounded_depends_on_the_nodes(ranks: Ranks) -> None:
     assert [is_whole(ranks.run(layout, summed_after, nodes=nodes), layout, expected) for nodes in ("abcd", "abbb")] == [True, False]
 
 
-@pytest.fixture(scope="module")
-def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """One worker, which sends nothing, and rounds all the same."""
-    return train(ranks, toy_job(tmp_path_factory.mktemp("alone"), **BF16), Layout(1, 1), STEPS)
+def test_e6_two_runs_are_equal_and_the_format_is_part_of_the_job(reference: Trained, tmp_path: Path) -> None:
+    """E6: the same job again has the same bits; in float32 it has others, and nearly the same losses.  ``test_covering.py`` has worlds.
 
-
-@pytest.mark.parametrize(
-    ("layout", "zero"), [(Layout(1, 3), 3), (Layout(2, 2), 3), (Layout(1, 2), 1), (Layout(1, 2), 2), (Layout(3, 1), 0)], ids=str
-)
-def test_e6_the_bits_do_not_depend_on_the_layout(ranks: Ranks, alone: Trained, tmp_path: Path, layout: Layout, zero: int) -> None:
-    """E6, promise 1: whoever sends what, in every stage of ZeRO, half of the steps in another world."""
-    job = toy_job(tmp_path, **BF16, parallel={"zero": zero})
-    first = train(ranks, job, Layout(1, 2), 3)
-    assert train(ranks, job, layout, STEPS, first.version).hash == alone.hash
-
-
-def test_e6_two_runs_are_equal_and_the_format_is_part_of_the_job(ranks: Ranks, alone: Trained, reference: Trained, tmp_path: Path) -> None:
-    """E6: the same job again has the same bits; in float32 it has others, and nearly the same losses."""
-    again = train(ranks, toy_job(tmp_path, **BF16), Layout(2, 1), STEPS)
+    One worker sends nothing, and rounds all the same.
+    """
+    alone, again = (train_here(toy_job(tmp_path / name, **BF16), STEPS) for name in ("alone", "again"))
     assert again.hash == alone.hash != reference.hash
     assert [replace(each, generation=0) for each in again.outcomes] == [replace(each, generation=0) for each in alone.outcomes]
     for mine, theirs in zip(alone.outcomes, reference.outcomes, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-3)
-
-
-def test_e6_what_is_computed_in_bf16_loses_nothing_on_the_way(ranks: Ranks, tmp_path: Path) -> None:
-    """E6: gradients of ``precision = "bf16"`` have the format already, in split and in whole weights."""
-    found = {}
-    for wire, layout in (("fp32", Layout(1, 1)), ("bf16", Layout(1, 2)), ("bf16", Layout(2, 1))):
-        job = toy_job(tmp_path / f"{wire} {layout}", precision="bf16", reduction={"wire": wire})
-        found[wire, layout] = train(ranks, job, layout, STEPS).hash
-    assert len(set(found.values())) == 1
 
 
 def sent(world: World, job: Job) -> Counter[str]:
@@ -124,9 +103,8 @@ def sent(world: World, job: Job) -> Counter[str]:
 )
 def test_e6_half_the_bytes_travel(ranks: Ranks, tmp_path: Path, layout: Layout, reproducible: bool, name: str) -> None:
     """E6: counted at the real collectives.  All else that travels stays as it was."""
-    wide, narrow = (
-        ranks.run(layout, sent, toy_job(tmp_path / wire, reproducible=reproducible, reduction={"wire": wire})) for wire in ("fp32", "bf16")
-    )
+    cases = [(toy_job(tmp_path / wire, reproducible=reproducible, reduction={"wire": wire}),) for wire in ("fp32", "bf16")]
+    wide, narrow = ranks.run_each(layout, sent, cases)
     for theirs, mine in zip(wide, narrow, strict=True):
         (key,) = (each for each in theirs if each.startswith(name))
         assert theirs[key] == 2 * mine[key] > 0

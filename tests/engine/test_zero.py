@@ -18,9 +18,8 @@ from elastic.plan.layout import Layout, table
 from elastic.train.model import build_model, builder_of
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, compute, member, train
+from tests.support.segments import compute, member, train_each, train_here
 from tests.support.toys import toy_job
-from tests.support.worlds import STEPS
 
 LARGE = {"vocab": 29, "dim": 64, "layers": 4, "heads": 4}
 FREE = {"reproducible": False, "precision": "bf16", "model_args": LARGE, "copies": {"copy_every": 0}}
@@ -28,24 +27,6 @@ FREE = {"reproducible": False, "precision": "bf16", "model_args": LARGE, "copies
 
 def staged(folder: Path, zero: int, **changes: Any) -> Job:
     return toy_job(folder, parallel={"zero": zero}, **changes)
-
-
-@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(1, 3), Layout(2, 2)], ids=str)
-def test_every_stage_gives_the_bits_of_one_worker(ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout) -> None:
-    """Shards are uneven with 3, replicas beside shards with 2×2, embeddings tied.  The control: another seed gives other bits."""
-    hashes = {zero: train(ranks, staged(tmp_path / str(zero), zero), layout, STEPS).hash for zero in (1, 2, 3)}
-    assert hashes == dict.fromkeys((1, 2, 3), reference.hash)
-    assert train(ranks, staged(tmp_path / "other", 2, seed=1), layout, STEPS).hash != reference.hash
-
-
-def test_a_run_goes_from_stage_to_stage(ranks: Ranks, tmp_path: Path) -> None:
-    """Each segment begins with the checkpoint of the one before, in bf16: the stage is no part of the trajectory."""
-    whole = train(ranks, staged(tmp_path / "whole", 0, precision="bf16"), Layout(2, 1), 4)
-    moved, version = tmp_path / "moved", Version(0, 0)
-    for last, (zero, layout) in enumerate([(3, Layout(1, 3)), (2, Layout(1, 2)), (0, Layout(1, 1)), (1, Layout(2, 2))], 1):
-        found = train(ranks, staged(moved, zero, precision="bf16"), layout, last, version)
-        version = found.version
-    assert found.hash == whole.hash
 
 
 class Narrow(nn.Module):
@@ -68,24 +49,23 @@ class Narrow(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_model_in_bf16_with_fewer_rows_than_shards(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_a_model_in_bf16_with_fewer_rows_than_shards(ranks: Ranks, tmp_path: Path) -> None:
     """Gradients get the dtype of the parameters, as FSDP2 gives it to them.  The control: another seed gives other bits."""
-    own: dict[str, Any] = {"model": f"{__name__}:Narrow", "model_args": {}, "optim": {"kind": kind, "lr": 1e-2}}
-    one = train(ranks, staged(tmp_path / "one", 0, **own), Layout(1, 1), 4)
-    for zero in (1, 2, 3):
-        assert train(ranks, staged(tmp_path / str(zero), zero, **own), Layout(1, 3), 4).hash == one.hash, zero
-    assert train(ranks, staged(tmp_path / "other", 0, seed=1, **own), Layout(1, 1), 4).hash != one.hash
+    kinds = {kind: {"model": f"{__name__}:Narrow", "model_args": {}, "optim": {"kind": kind, "lr": 1e-2}} for kind in ("adamw", "muon")}
+    jobs = [staged(tmp_path / f"{kind} {zero}", zero, **own) for kind, own in kinds.items() for zero in (1, 2, 3)]
+    worlds = [each.hash for each in train_each(ranks, jobs, Layout(1, 3), 4)]
+    for (kind, own), found in zip(kinds.items(), (worlds[:3], worlds[3:]), strict=True):
+        assert found == [train_here(staged(tmp_path / kind, 0, **own), 4).hash] * 3
+        assert train_here(staged(tmp_path / f"{kind} other", 0, seed=1, **own), 4).hash not in found
 
 
 def test_library_sums_over_shards_and_replicas(ranks: Ranks, tmp_path: Path) -> None:
     """Losses and norms agree in every stage.  The control: without the sum over replicas the norm would be another."""
-    found = {}
-    for zero, layout in ((0, Layout(1, 1)), (1, Layout(2, 2)), (2, Layout(2, 2)), (3, Layout(2, 2))):
-        outcomes = train(ranks, staged(tmp_path / str(zero), zero, reproducible=False), layout, 4).outcomes
-        found[zero] = [value for outcome in outcomes for value in (outcome.loss, outcome.norm)]
-    for zero in (1, 2, 3):
-        assert found[zero] == pytest.approx(found[0], rel=1e-4)
+    alone, *jobs = (staged(tmp_path / str(zero), zero, reproducible=False) for zero in (0, 1, 2, 3))
+    trained = [train_here(alone, 4), *train_each(ranks, jobs, Layout(2, 2), 4)]
+    one, *found = ([value for outcome in each.outcomes for value in (outcome.loss, outcome.norm)] for each in trained)
+    for each in found:
+        assert each == pytest.approx(one, rel=1e-4)
 
 
 def stepping(world: World, job: Job) -> tuple[Calls, int, float]:

@@ -49,6 +49,13 @@ class Ranks:
         answers = [self._answer(process) for process in range(layout.world)]
         return [_value(*answer) for answer in answers]
 
+    def run_each(
+        self, layout: Layout, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]], *, nodes: Sequence[str] = ()
+    ) -> list[list[Any]]:
+        """Runs the function with the arguments of each case, one after the other in one world.  Returns results by case and world rank."""
+        members = self.run(layout, _each, function, cases, nodes=nodes)
+        return [list(results) for results in zip(*members, strict=True)]
+
     def start(
         self, layout: Layout, processes: Sequence[int], function: Callable[..., Any], *arguments: Any, nodes: Sequence[str] = ()
     ) -> None:
@@ -77,6 +84,10 @@ class Ranks:
             if process.is_alive():
                 pipe.send(None)
             process.join(10)
+
+
+def _each(world: Any, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [function(world, *arguments) for arguments in cases]
 
 
 def _value(process: int, failed: bool, value: Any) -> Any:

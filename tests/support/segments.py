@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +35,8 @@ from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
 from tests.support.ranks import Ranks
 from tests.support.state_hash import state_hash
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -185,9 +187,33 @@ def train(
     last: int,
     version: Version = Version(0, 0),  # noqa: B008 (frozen)
     nodes: Sequence[str] = (),
+    how: Callable[..., Part] = segment,
 ) -> Trained:
-    """Trains a segment in one world of ``layout``, whose members are on ``nodes``."""
-    parts = ranks.run(layout, segment, job, version, last, nodes=nodes)
-    end = Version(last, parts[0].outcomes[-1].generation)
+    """Trains a segment in one world of ``layout``, whose members are on ``nodes``.  ``how`` is called as :func:`segment` is."""
+    return _trained(job, layout, ranks.run(layout, how, job, version, last, nodes=nodes), version)
+
+
+def train_each(ranks: Ranks, jobs: Sequence[Job], layout: Layout, last: int, how: Callable[..., Part] = segment) -> list[Trained]:
+    """Trains several jobs from their initialisations, one after the other in one world of ``layout``."""
+    found = ranks.run_each(layout, how, [(job, Version(0, 0), last) for job in jobs])
+    return [_trained(job, layout, parts, Version(0, 0)) for job, parts in zip(jobs, found, strict=True)]
+
+
+def train_here(job: Job, last: int, version: Version = Version(0, 0), how: Callable[..., Part] = segment) -> Trained:  # noqa: B008 (frozen)
+    """Trains a segment with one worker, in this process."""
+    return _trained(job, Layout(1, 1), [here(how, job, version, last)], version)
+
+
+def here(function: Callable[..., T], *arguments: Any) -> T:
+    """Runs a function as :meth:`Ranks.run` does, in a world of which this process is the only member."""
+    world = World.alone(torch.device("cpu"))
+    try:
+        return function(world, *arguments)
+    finally:
+        world.close()
+
+
+def _trained(job: Job, layout: Layout, parts: Sequence[Part], version: Version) -> Trained:
+    end = Version(version.step + len(parts[0].outcomes), parts[0].outcomes[-1].generation)
     lineage = ((version.generation, version.step),) if version.step else ()
-    return Trained(finish(job, layout, [part.receipt for part in parts], end, lineage), end, parts)
+    return Trained(finish(job, layout, [part.receipt for part in parts], end, lineage), end, [*parts])

@@ -160,7 +160,7 @@ class Own(nn.Module):
                 nn.init.normal_(parameter, std=0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) * self.scale
+        x = self.embed(tokens) * self.scale.to(self.embed.weight.dtype)
         previous = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
         x = x + self.mix(previous)
         for layer in self.layers:

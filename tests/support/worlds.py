@@ -35,10 +35,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Trains ``toy_job`` for ``STEPS`` steps, undisturbed, on one worker."""
-    from elastic.plan.layout import Layout
-    from tests.support.segments import train
+    from tests.support.segments import train_here
     from tests.support.toys import toy_job
 
-    return train(ranks, toy_job(tmp_path_factory.mktemp("one")), Layout(1, 1), STEPS)
+    return train_here(toy_job(tmp_path_factory.mktemp("one")), STEPS)

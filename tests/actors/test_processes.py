@@ -36,7 +36,7 @@ def test_a_later_process_of_the_same_number_is_not_taken_for_the_one_that_ended(
 
 @pytest.mark.parametrize(("command", "ended"), [("exit 7", 7 << 8), ("exit 0", 0), ("kill -9 $$", signal.SIGKILL)])
 def test_how_a_process_ended_is_known_before_its_parent_has_reaped_it(command: str, ended: int) -> None:
-    """On a busy machine the parent is late.  A process that runs has no status, and neither has one that only has its number."""
+    """The parent is late on a busy machine.  A process that runs has no status, and neither has one that only has its number."""
     child = subprocess.Popen(["sh", "-c", f"read line; {command}"], stdin=subprocess.PIPE)
     process = Process(child.pid, started(child.pid))
     assert process.status() is None

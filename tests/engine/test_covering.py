@@ -358,7 +358,7 @@ def test_worlds_do_what_one_worker_does(ranks: Ranks, tmp_path: Path, documents:
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2])
 def test_worlds_do_what_one_worker_does_in_all_pairs(ranks: Ranks, tmp_path: Path, documents: Path, seed: int) -> None:
-    """As above, with all pairs of all values, drawn twice."""
+    """All pairs of all values occur here, in tables that are drawn twice."""
     for number, row in enumerate(table(all_pairs=True, seed=seed)):
         try:
             check(ranks, tmp_path / str(number), row, documents)

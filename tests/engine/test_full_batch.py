@@ -102,7 +102,7 @@ def is_closed_form(parts: list[list[list[float]]], atol: float = 1e-12) -> bool:
 
 
 def test_a1_iterates_are_those_of_the_closed_form(ranks: Ranks, tmp_path: Path) -> None:
-    """Of one worker, of two that have all of the weight, and of three that have parts.  The control: steps on half of the samples."""
+    """The workers are one, two that have all of the weight, and three that have parts.  The control: steps on half of the samples."""
     job = settled(job_of(tmp_path))
     assert job.global_batch == SAMPLES
     assert is_closed_form([here(iterates, job)]) and is_closed_form(ranks.run(Layout(1, 3), iterates, job))

@@ -81,7 +81,7 @@ def test_the_hash_sees_weights_that_are_not_brought(ranks: Ranks, reference: Tra
 @pytest.mark.full
 @pytest.mark.parametrize("medium", MEDIA)
 def test_sums_without_a_fixed_order_are_the_same_too(ranks: Ranks, tmp_path: Path, medium: str) -> None:
-    """In one layout.  ``test_covering.py`` has all else that the engine does."""
+    """There is one layout here; ``test_covering.py`` has all else that the engine does."""
     layout, free = Layout(1, 2), {"reproducible": False}
     resident = train(ranks, toy_job(tmp_path / "resident", parallel={"zero": 2}, **free), layout, 4)
     (tmp_path / medium).mkdir()

@@ -12,6 +12,7 @@ from fsspec.asyn import sync
 
 from storage.objects import ObjectStore
 from storage.objects.s3 import S3
+from tests.support.budgets import uncounted
 from tests.support.swift import Swift
 from tests.support.unruly import Unruly
 
@@ -24,8 +25,10 @@ class Server(Protocol):
 @pytest.fixture(scope="session")
 def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
     """Starts OpenStack Swift, a real server."""
-    with Swift(tmp_path_factory.mktemp("swift")) as server:
-        yield server
+    with uncounted():
+        server = Swift(tmp_path_factory.mktemp("swift")).__enter__()
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

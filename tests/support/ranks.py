@@ -107,7 +107,7 @@ def _serve(pipe: Connection, kind: str, number: int, environment: dict[str, str]
     from elastic.train.session import prepare_process
 
     device = prepare_process(Job(name="ranks", bucket="/nowhere", workers={"gpus": int(kind == "cuda")}))
-    known = 0
+    gc.freeze()  # as a worker does after its warm-up: to look at all modules takes half a second, and no test measures what is here by now
     while (task := pipe.recv()) is not None:
         layout, rank, generation, port, nodes, function, arguments = task
         world = None
@@ -124,6 +124,3 @@ def _serve(pipe: Connection, kind: str, number: int, environment: dict[str, str]
                 world.close()
             del world
             gc.collect()  # as a worker does between worlds: until its last cycle is collected, gloo's threads of an aborted world spin
-            if len(sys.modules) > known:
-                known = len(sys.modules)
-                gc.freeze()  # as a worker does after its warm-up: to look at all modules again takes half a second

@@ -1,11 +1,11 @@
-"""What tests start is counted by folder, and more than a folder's budget fails the run."""
+"""Worlds, runs, processes and compilations are counted by folder of tests, and more than a folder's budget fails the run."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-from tests.support.budgets import ACTOR, WORLD, Budget, above, add, begin, kinds, taken
+from tests.support.budgets import ACTOR, WORLD, Budget, above, add, begin, kinds, taken, uncounted
 
 
 def test_a_folder_above_its_budget_is_named_with_the_number() -> None:
@@ -20,7 +20,7 @@ def test_a_folder_above_its_budget_is_named_with_the_number() -> None:
 
 
 def test_what_is_started_is_counted_once() -> None:
-    """What this process and others count is kept from what the test before it has taken."""
+    """The numbers of other processes are added, and each number is told once."""
     begin()
     before = taken()
     try:
@@ -28,6 +28,8 @@ def test_what_is_started_is_counted_once() -> None:
         for event, *arguments in ((WORLD,), (ACTOR, "toy/coordinator"), (ACTOR, "toy/w1")):
             sys.audit(event, *arguments)
         add({"worlds": 2, "compilations": 1})
+        with uncounted():
+            sys.audit(WORLD)
         assert taken() == {"worlds": 3, "runs": 1, "processes": 3, "compilations": 1}
         assert taken() == {}
     finally:

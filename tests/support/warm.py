@@ -27,7 +27,7 @@ MODULES = (
     *("pyarrow.parquet", "pydantic.main", "blake3", "google.protobuf", "jsonschema", "msgpack", "psutil", "requests", "yaml"),
     *("elastic.runs.run", "elastic.state.heal", "elastic.train.loop", "elastic.train.session", "tests.support.toys"),
 )
-"""What workers import, without Ray: that one reads the environment of its process while it is imported."""
+"""The modules that workers import, without those of Ray, which reads the environment of its process while it is imported."""
 WORKER = "default_worker.py"
 """Ray's program of a worker, which ``setup_worker.py`` starts."""
 LIMIT = 1 << 20
@@ -57,7 +57,7 @@ class Warm:
 
 
 def ask(path: str, command: list[str]) -> NoReturn:
-    """Has ``command`` done by a fork of the process at ``path``, and ends as the fork ends."""
+    """Asks the process at ``path`` for a fork that does ``command``, and ends as the fork ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(path)
         request = json.dumps({"command": command, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
@@ -132,7 +132,7 @@ def _end(key: SelectorKey, waits: BaseSelector) -> None:
 
 
 def _become(files: list[int], command: list[str], environment: dict[str, str], folder: str) -> NoReturn:
-    """Does what ``python`` or, for a worker, ``python setup_worker.py`` does with these arguments."""
+    """Runs what ``python`` or, for a worker, ``python setup_worker.py`` runs with these arguments."""
     import atexit
     import threading
     import traceback
@@ -167,7 +167,7 @@ def _become(files: list[int], command: list[str], environment: dict[str, str], f
 
 
 def _ray(command: list[str]) -> None:
-    """Does what Ray's ``setup_worker.py`` does, and then its program of a worker."""
+    """Prepares the process as Ray's ``setup_worker.py`` does, and runs its program of a worker."""
     from ray._private.runtime_env.context import RuntimeEnvContext, update_envs  # Ray reads the environment while it is imported
     from ray._private.workers.setup_worker import parser
 
@@ -177,7 +177,7 @@ def _ray(command: list[str]) -> None:
 
 
 def _python(command: list[str]) -> None:
-    """Does what ``python`` does with a module, a program as text, or a script; workers of a cluster that it starts are forks, too."""
+    """Runs a module, a program as text, or a script, as ``python`` does; workers of a cluster that it starts are forks, too."""
     import runpy
 
     if "train" in command:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.budgets import uncounted
 from tests.support.warm import Warm
 
 if TYPE_CHECKING:  # torch takes seconds to import, and most tests need none
@@ -20,7 +21,9 @@ STEPS = 6
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """The process whose forks are the workers of Ray in the cluster of the tests, and the commands of the guide."""
-    with Warm(tmp_path_factory.mktemp("warm")) as made:
+    with uncounted():
+        made = Warm(tmp_path_factory.mktemp("warm"))
+    with made:
         yield made
 
 

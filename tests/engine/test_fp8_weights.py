@@ -128,7 +128,7 @@ def stepping(world: World, job: Job) -> tuple[Calls, int, int]:
         pytest.param("fp8", 3, 2 * 4, marks=pytest.mark.full),
     ],
 )
-def test_weights_travel_and_stay_as_single_bytes(ranks: Ranks, tmp_path: Path, precision: str, zero: int, gathers: int) -> None:
+def test_weights_travel_and_stay_as_single_bytes(fresh_ranks: Ranks, tmp_path: Path, precision: str, zero: int, gathers: int) -> None:
     """E5: stage 2 gathers once a step, stage 3 for the forward and backward pass of each of four rounds.
 
     The control: bf16 takes two bytes.  All maxima of a step are one all-reduce.
@@ -137,7 +137,7 @@ def test_weights_travel_and_stay_as_single_bytes(ranks: Ranks, tmp_path: Path, p
     for name in ("bf16", precision):
         free = {"reproducible": False, "model_args": LARGE, "copies": {"copy_every": 0}, "precision": name}
         jobs[name] = job = toy_job(tmp_path / name, parallel={"zero": zero}, **free)
-    for name, members in zip(jobs, ranks.run_each(Layout(1, 2), stepping, [(job,) for job in jobs.values()]), strict=True):
+    for name, members in zip(jobs, fresh_ranks.run_each(Layout(1, 2), stepping, [(job,) for job in jobs.values()]), strict=True):
         found[name] = members[0]
     others = sum(each.numel() for each in build_model(job, builder_of(job)).parameters()) - BLOCKS
     for name, size in (("bf16", 2), (precision, 1)):

@@ -255,14 +255,14 @@ def spare() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("members", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_f3_the_device_has_only_sums_of_gradients_between_steps(ranks: Ranks, tmp_path: Path, members: int) -> None:
+def test_f3_the_device_has_only_sums_of_gradients_between_steps(fresh_ranks: Ranks, tmp_path: Path, members: int) -> None:
     """F3: of a parameter the device has the sum of its gradients before a commit, its own part, and nothing after the update.
 
     Beside the state the host has 2 bytes in bf16.  ``test_offload.py`` has the control, where the device has them.
     """
     job = visiting(tmp_path, precision="bf16", model_args=LARGE)
     count = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
-    computing, updated, host = ranks.run(Layout(1, members), taken, job)[0]
+    computing, updated, host = fresh_ranks.run(Layout(1, members), taken, job)[0]
     assert (computing / count, updated / count) == pytest.approx((4 / members, 0), rel=0.05, abs=0.02)
     assert host / count == pytest.approx(2, rel=0.02)
 

@@ -37,6 +37,16 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.fixture
+def fresh_ranks() -> Iterator[Ranks]:
+    """Starts two processes that have run nothing yet, for measures of what a process holds."""
+    from tests.support.ranks import Ranks
+
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Trains ``toy_job`` for ``STEPS`` steps, undisturbed, on one worker."""

@@ -225,9 +225,14 @@ def clear(name: str, lives: Collection[str], deadline_s: float) -> list[str]:
 def started(pid: int) -> int:
     """Returns when the process began, in clock ticks since the machine did.  Raises ``ProcessLookupError`` if there is no such process."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(_stat(pid)[19])
     except FileNotFoundError:
         raise ProcessLookupError(f"there is no process {pid}") from None
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns the fields of ``/proc/<pid>/stat`` from the third one on; the second, a name, may contain anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 class Process:
@@ -249,7 +254,7 @@ class Process:
     def stopped(self) -> bool:
         """Returns whether a signal has stopped the process and none has continued it."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt" and not self.ended()
+            return _stat(self.pid)[0] in "Tt" and not self.ended()
         except OSError:
             return False
 
@@ -287,10 +292,10 @@ class Process:
 
     def _as_zombie(self) -> int | None:
         try:
-            state, *fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            fields = _stat(self.pid)
         except OSError:
             return None
-        return int(fields[48]) if state == "Z" and int(fields[18]) == self.began else None
+        return int(fields[49]) if fields[0] == "Z" and int(fields[19]) == self.began else None
 
 
 def describe(status: int | None) -> str:

@@ -36,6 +36,7 @@ from elastic.runs.run import Run
 from elastic.train.local import run_local
 from storage.journal import owners
 from storage.journal.replicas import WRITER
+from tests.support import warm
 from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_survived, exported_hash, formed, samples, trial
 from tests.support.commands import Command, view_of
 from tests.support.job_file import to_toml
@@ -134,7 +135,7 @@ class Maker:
 
     def __init__(self, coordinator: int) -> None:
         parent = psutil.Process(coordinator).parent()
-        assert parent is not None and parent.pid != 1
+        assert parent is not None and warm.__file__ in parent.cmdline()
         self.process, self.stopped = parent, set[int]()
         self.busy = {child.pid for child in parent.children() if not self._idle(child)}
 

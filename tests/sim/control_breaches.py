@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from tests.sim.mutants import Breach, Edit
+from tests.sim.mutants import FOLLOWED, GIVEN_UP, OVERWRITTEN, TWICE, Breach, Edit
 
 UNANSWERED = "has neither answered its fence nor been expelled"
 RUNS = "nobody is out and a lease runs"
 HAPPENED = "is not what happened"
 HELD = "although every slice of it is held"
-GIVEN_UP = "which was given up"
-TWICE = "is given twice"
 ROOM = "gets more of the state than it has room for"
-FOLLOWED = "that was followed by another performs"
-OVERWRITTEN = "was overwritten before it was in the bucket"
 ON_ITS_WAY = "has been on its way for"
 COVERED = "live = newest_covered(held, run.members.classes)"
 JOURNALED = "Form | Go | Settle | StartWorkers"

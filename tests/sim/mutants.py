@@ -27,6 +27,10 @@ SHARED = frozenset({"rules", "run"})
 PROTOCOL = {"authority": authority, "member": member, "uploads": uploads}
 """The modules of elastic.protocol that may be broken.  The simulator uses their values itself; those of elastic.control it only calls."""
 
+GIVEN_UP, TWICE = "which was given up", "is given twice"
+FOLLOWED, OVERWRITTEN = "that was followed by another performs", "was overwritten before it was in the bucket"
+"""Words of the oracle that notice broken rules of both packages."""
+
 
 @dataclass(frozen=True)
 class Edit:

@@ -18,7 +18,7 @@ from elastic.protocol.copy_schedule import Copies, Copy, NoRoom
 from elastic.sim import cluster
 from elastic.sim.cluster import Cluster
 from elastic.sim.worker import Worker
-from tests.sim.mutants import Breach, Edit
+from tests.sim.mutants import FOLLOWED, GIVEN_UP, OVERWRITTEN, TWICE, Breach, Edit
 
 # ---- rules that are broken by a patch
 
@@ -90,11 +90,7 @@ def torn_copies(patch: pytest.MonkeyPatch) -> None:
 LATE = "after it has answered its fence"
 RAN_OUT = "its lease ran out"
 HOLDS = "answers that it holds"
-GIVEN_UP = "which was given up"
-TWICE = "is given twice"
-FOLLOWED = "that was followed by another performs"
 UNREAD = "has not read all that coordinator"
-OVERWRITTEN = "was overwritten before it was in the bucket"
 GONE = "has no complete copy any more"
 DEFERRED = "or self.applying or self.leaving or older"
 HEEDS = "if incarnation < self.heeds:\n            return "

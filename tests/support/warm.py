@@ -1,4 +1,4 @@
-"""Makes processes by ``fork`` from one that has imported torch, Ray and the platform's code, for tests whose subject is not an import.
+"""Makes processes by ``fork`` from one that has imported torch and the platform's code, for tests whose subject is not an import.
 
 Importing takes a worker of Ray five seconds of a core, and the tests start hundreds.  :class:`Warm` imports once.  Then ``python warm.py
 <arguments of python>`` is a small process that asks for a fork, waits for it, and ends as it did.  A raylet whose ``setup_worker.py`` is
@@ -184,16 +184,16 @@ def _python(command: list[str]) -> None:
         import ray
 
         ray._private.ray_constants.SETUP_WORKER_FILENAME = __file__
-    kind, *rest = command
-    sys.argv = rest if kind in ("-m", "-c") else command
-    sys.path[0] = "" if kind in ("-m", "-c") else os.path.dirname(kind)
-    if kind == "-m":
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif kind == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
-    else:
-        runpy.run_path(kind, run_name="__main__")
+    match command:
+        case ["-m", module, *_]:
+            sys.argv, sys.path[0] = command[1:], ""
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case ["-c", text, *rest]:
+            sys.argv, sys.path[0] = ["-c", *rest], ""
+            exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+        case [script, *_]:
+            sys.argv, sys.path[0] = command, os.path.dirname(script)
+            runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

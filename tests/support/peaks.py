@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from elastic.config.sections import Workers
+from elastic.engine.peak import peak_bytes
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol.commit_record import GO_ON
+from elastic.train import estimate
 from elastic.train.step import Step
 from tests.support.segments import member
 
@@ -70,3 +76,23 @@ def measured(world: World, job: Job) -> int:
             doing.run()
         doing.commit()
         return live.most
+
+
+@contextmanager
+def each_once() -> Iterator[None]:
+    """Lets estimates ask for the peak of a step once for each job, which takes a second, though tests ask about many sizes of devices.
+
+    What is kept are answers of :func:`peak_bytes` itself.  Names, places, and the number of workers and their memory do not count for it.
+    """
+    known: dict[object, int] = {}
+
+    def ask(build: Callable[[], Any], job: Job, loss: Any, batch: Mapping[str, Tensor], *others: Any) -> int:
+        same = job.model_copy(update={"name": "", "bucket": "", "workers": Workers(gpus=job.workers.gpus)})
+        key = repr(same), loss, repr({name: (value.shape, value.dtype) for name, value in batch.items()}), others
+        if key not in known:
+            known[key] = peak_bytes(build, job, loss, batch, *others)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "peak_bytes", ask)
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from elastic.train.machine.device import gathers_of, need_of
 from elastic.train.preflight import preflight
 from elastic.train.session import opened
 from tests.support.job_file import to_toml
+from tests.support.peaks import each_once
 from tests.support.ranks import Ranks
 from tests.support.segments import member
 from tests.support.toys import toy_job
@@ -40,6 +42,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "deferred": {"precision": "bf16", "reproducible": False, "parallel": {"zero": 1}},
     "whole": {"precision": "bf16", "parallel": {"zero": 2}},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_peak_once() -> Iterator[None]:
+    with each_once():
+        yield
 
 
 def held(world: World, job: Job) -> tuple[dict[str, int], dict[str, set[torch.dtype]]]:

@@ -27,7 +27,7 @@ from elastic.train.local import run_local
 from elastic.train.microbatch import chosen
 from tests.support.chaos import exported_hash
 from tests.support.job_file import to_toml
-from tests.support.peaks import measured
+from tests.support.peaks import each_once, measured
 from tests.support.ranks import Ranks
 from tests.support.toys import toy_job
 
@@ -37,6 +37,12 @@ BATCH = 48
 
 def job_of(bucket: Path, **changes: Any) -> Job:
     return toy_job(bucket, **{"model_args": MODEL, "global_batch": BATCH, "microbatch": "auto"} | changes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_peak_once() -> Iterator[None]:
+    with each_once():
+        yield
 
 
 @cache

@@ -39,7 +39,8 @@ from tests.train.test_skips import local
 HERE = "tests.train.test_spikes"
 WINDOW, EPOCH, STEPS = 8, 4, 16
 """The window of the rule; the steps of an epoch; those of most runs, so that each document comes four times."""
-DOCUMENTS, MICROBATCHES = 48, 6
+MICROBATCHES = 6
+"""Number of microbatches of a step of the jobs below."""
 JUDGED = WINDOW + 2
 """The first step of which microbatches are judged: those of the first step are compared with none, and 48 must be known."""
 
@@ -61,22 +62,25 @@ def gained(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tens
     return loss * batch["gain"].max(), count
 
 
-def spiky(bucket: Path, gains: Mapping[int, float], **changes: Any) -> Job:
-    """Returns a job with these corrupt documents, four steps an epoch, each of six microbatches of two samples."""
-    corrupt = {"samples": DOCUMENTS, "gains": {str(sample): str(gain) for sample, gain in gains.items()}}
+def spiky(bucket: Path, gains: Mapping[int, float], microbatches: int = 8, **changes: Any) -> Job:
+    """Returns a job with these corrupt documents, four steps an epoch, each of so many microbatches of two samples."""
+    corrupt = {"samples": 2 * microbatches * EPOCH, "gains": {str(sample): str(gain) for sample, gain in gains.items()}}
     data = {"dataset": f"{HERE}:Corrupt", "args": corrupt}
     spikes = {"action": "quarantine", "window": WINDOW, **changes.pop("spikes", {})}
     model = {"vocab": 29, "dim": 16, "layers": 1, "heads": 2, "dropout": 0.1}
-    sizes = {"steps": STEPS, "global_batch": 2 * MICROBATCHES}
+    sizes = {"steps": STEPS, "global_batch": 2 * microbatches}
     return toy_job(bucket, data=data, model_args=model, loss=f"{HERE}:gained", spikes=spikes, **(sizes | changes))
 
 
-def drawn_by(bucket: Path, step: int, layout: Layout, rank: int) -> tuple[int, int]:
+def drawn_by(bucket: Path, step: int, layout: Layout, rank: int, microbatches: int = 8) -> tuple[int, int]:
     """Returns a microbatch of ``step`` that only this data rank of ``layout`` runs, and its first sample."""
-    job = spiky(bucket, {})
+    job = spiky(bucket, {}, microbatches)
     index = deal_of(job.microbatches, 1, layout, ()).microbatch_of(0, rank)
     assert index is not None
-    return index, Cursor(DOCUMENTS, job.global_batch, job.seed).microbatch_ids(step, index, job.microbatch_size)[0]
+    return index, Cursor(job.global_batch * EPOCH, job.global_batch, job.seed).microbatch_ids(step, index, job.microbatch_size)[0]
+
+
+small, drawn = partial(spiky, microbatches=MICROBATCHES), partial(drawn_by, microbatches=MICROBATCHES)
 
 
 @dataclass
@@ -139,8 +143,8 @@ def test_g1_a_corrupt_document_on_rank_2_is_skipped_by_all_and_read_no_more(
     and skips nothing at that step.
     """
     first = WINDOW + 1
-    index, sample = drawn_by(tmp_path, first, layout, 2)
-    job = spiky(tmp_path / "many", {sample: 1e3})
+    index, sample = drawn(tmp_path, first, layout, 2)
+    job = small(tmp_path / "many", {sample: 1e3})
     told = train(ranks, job, layout)
     mates = told.outcomes[first - 1].samples[index]
     for outcomes, weights in zip(told.members, told.weights, strict=True):
@@ -152,21 +156,21 @@ def test_g1_a_corrupt_document_on_rank_2_is_skipped_by_all_and_read_no_more(
     assert not any(read(told.outcomes[first:], each) for each in mates)
     assert kept(job, told.version, QUARANTINE)[:3].tolist() == [*([each, first + 1] for each in mates), [0, 0]]
 
-    job = spiky(tmp_path / "cut", {sample: 1e3})
+    job = small(tmp_path / "cut", {sample: 1e3})
     begun = train(ranks, job, Layout(1, 1), WINDOW - 2)
     half = train(ranks, job, other, first, begun.version)
     rest = train(ranks, job, Layout(1, 1), STEPS, half.version)
     assert [each.step for each in half.outcomes if not each.applies] == [first]
     assert rest.hash == told.hash and [each.samples for each in rest.outcomes] == [each.samples for each in told.outcomes[first:]]
 
-    job = spiky(tmp_path / "warned", {sample: 1e3}, spikes={"action": "warn"})
+    job = small(tmp_path / "warned", {sample: 1e3}, spikes={"action": "warn"})
     warned = train(ranks, job, Layout(1, 1))
     assert [each.step for each in warned.outcomes if each.spike] == [each for each in read(warned.outcomes, sample) if each > WINDOW]
     assert all(each.applies for each in warned.outcomes) and warned.hash != told.hash
-    clean = train(ranks, spiky(tmp_path / "clean", {}), Layout(1, 1), first)
+    clean = train(ranks, small(tmp_path / "clean", {}), Layout(1, 1), first)
     assert all(each.applies and each.spike is None and not each.quarantined for each in clean.outcomes)
-    late = train(ranks, spiky(tmp_path / "late", {sample: 1e3}, spikes={"action": "none"}), Layout(1, 1), WINDOW - 2)
-    again = ranks.run(Layout(1, 1), watched, spiky(tmp_path / "late", {sample: 1e3}), late.version, first + 2)
+    late = train(ranks, small(tmp_path / "late", {sample: 1e3}, spikes={"action": "none"}), Layout(1, 1), WINDOW - 2)
+    again = ranks.run(Layout(1, 1), watched, small(tmp_path / "late", {sample: 1e3}), late.version, first + 2)
     assert all(outcome.applies for outcome in again[0][0]), "a checkpoint without a memory begins one"
 
 
@@ -185,9 +189,9 @@ def test_g1_a_noisy_microbatch_is_left_out_of_its_own_step(ranks: Ranks, tmp_pat
     those have other weights, and where that document is good nothing would be left out.
     """
     first, each = JUDGED, {"microbatch_z": 6.0}
-    index, sample = drawn_by(tmp_path, first, layout, layout.world - 1)
+    index, sample = drawn(tmp_path, first, layout, layout.world - 1)
     optim = {"lr": 0.002, "kind": kind}
-    job = spiky(tmp_path, {sample: 1.3}, spikes=each, optim=optim)
+    job = small(tmp_path, {sample: 1.3}, spikes=each, optim=optim)
     begun = train(ranks, job, layout, first - 1)
     told = train(ranks, job, layout, STEPS, begun.version)
     outcomes = begun.outcomes + told.outcomes
@@ -206,17 +210,17 @@ def test_g1_a_noisy_microbatch_is_left_out_of_its_own_step(ranks: Ranks, tmp_pat
         return [one for (one,) in found], [one for (one,) in weights]
 
     after = [weights[0] for weights in told.weights]
-    judge = spiky(tmp_path, {sample: 0.0}, optim=optim, spikes={"action": "none"}).replace(loss=f"{HERE}:without")
+    judge = small(tmp_path, {sample: 0.0}, optim=optim, spikes={"action": "none"}).replace(loss=f"{HERE}:without")
     judged, weights = step(judge)
     assert weights == after and (judged[0].loss, judged[0].norm, judged[0].tokens) == (bad.loss, bad.norm, bad.tokens)
 
-    (whole, *_), weights = step(spiky(tmp_path, {sample: 1.3}, optim=optim))
+    (whole, *_), weights = step(small(tmp_path, {sample: 1.3}, optim=optim))
     assert weights != after and whole.spike is None and not whole.left_out and not whole.warned
-    warned, same = step(spiky(tmp_path, {sample: 1.3}, optim=optim, spikes=each | {"action": "warn"}))
+    warned, same = step(small(tmp_path, {sample: 1.3}, optim=optim, spikes=each | {"action": "warn"}))
     assert same == weights and warned == [warned[0]] * layout.world
     assert warned[0].warned == (index,) and sample in warned[0].samples[index]
     assert warned[0].applies and not warned[0].left_out and not warned[0].quarantined
-    (good, *_), others = step(spiky(tmp_path, {}, optim=optim, spikes=each | {"action": "warn"}))
+    (good, *_), others = step(small(tmp_path, {}, optim=optim, spikes=each | {"action": "warn"}))
     assert not good.warned and good.applies and others != weights
 
 
@@ -225,17 +229,17 @@ def test_g1_what_is_left_out_depends_on_no_world(ranks: Ranks, tmp_path: Path) -
     The control: without the losses of the microbatches before, nothing is left out.
     """
     first = JUDGED
-    _, sample = drawn_by(tmp_path, first, Layout(1, 1), 0)
+    _, sample = drawn(tmp_path, first, Layout(1, 1), 0)
     each = {"spikes": {"microbatch_z": 6.0}, "optim": {"lr": 0.002}}
-    whole = train(ranks, spiky(tmp_path / "whole", {sample: 1.3}, **each), Layout(1, 1))
-    job = spiky(tmp_path / "cut", {sample: 1.3}, **each)
+    whole = train(ranks, small(tmp_path / "whole", {sample: 1.3}, **each), Layout(1, 1))
+    job = small(tmp_path / "cut", {sample: 1.3}, **each)
     begun = train(ranks, job, Layout(3, 1), WINDOW - 2)
     half = train(ranks, job, Layout(1, 2), first, begun.version)
     rest = train(ranks, job, Layout(2, 1), STEPS, half.version)
     assert [each.step for each in half.outcomes if each.left_out] == [first] and rest.hash == whole.hash
 
-    late = train(ranks, spiky(tmp_path / "late", {sample: 1.3}, optim=each["optim"]), Layout(1, 1), first - 1)
-    again = ranks.run(Layout(1, 1), watched, spiky(tmp_path / "late", {sample: 1.3}, **each), late.version, first)
+    late = train(ranks, small(tmp_path / "late", {sample: 1.3}, optim=each["optim"]), Layout(1, 1), first - 1)
+    again = ranks.run(Layout(1, 1), watched, small(tmp_path / "late", {sample: 1.3}, **each), late.version, first)
     assert not any(outcome.left_out for outcome in again[0][0])
 
 
@@ -243,9 +247,9 @@ def test_g1_the_run_says_what_it_leaves_out(tmp_path: Path) -> None:
     """G1: the sentence names the microbatch, its samples and the limit; the metrics count it.  Nothing counts as skipped, also for a run
     that goes on.  The control: with "skip" nothing is in quarantine, and it is left out in each epoch.
     """
-    _, sample = drawn_by(tmp_path, JUDGED, Layout(1, 1), 0)
+    _, sample = drawn(tmp_path, JUDGED, Layout(1, 1), 0)
     for action, times in (("quarantine", 1), ("skip", 2)):
-        job = spiky(tmp_path / action, {sample: 1.3}, spikes={"action": action, "microbatch_z": 6.0}, optim={"lr": 0.002})
+        job = small(tmp_path / action, {sample: 1.3}, spikes={"action": action, "microbatch_z": 6.0}, optim={"lr": 0.002})
         said, error = local(job)
         found = [text for text in said if "leaves out" in text]
         assert len(found) == times and not error and not any("skipped" in text for text in said)
@@ -261,8 +265,8 @@ def test_g1_the_run_says_what_it_leaves_out(tmp_path: Path) -> None:
 
 def test_a_run_without_ray_says_what_would_be_left_out(tmp_path: Path) -> None:
     """It comes in each epoch, since nothing is in quarantine.  No row counts anything as left out."""
-    _, sample = drawn_by(tmp_path, JUDGED, Layout(1, 1), 0)
-    job = spiky(tmp_path, {sample: 1.3}, spikes={"action": "warn", "microbatch_z": 6.0}, optim={"lr": 0.002})
+    _, sample = drawn(tmp_path, JUDGED, Layout(1, 1), 0)
+    job = small(tmp_path, {sample: 1.3}, spikes={"action": "warn", "microbatch_z": 6.0}, optim={"lr": 0.002})
     said, error = local(job)
     found = [text for text in said if "would leave out" in text]
     words = rf"would leave out microbatch \d \(loss [\d.]+, samples .*\b{sample}\b.*\) of 6: above [\d.]+ no loss would count "
@@ -280,7 +284,7 @@ def test_the_largest_loss_that_counts_is_computed_once_a_step(tmp_path: Path, mo
     """It is what the gradient was made by, so the commit judges by the same number."""
     asked, found = list[int](), rules.most_loss
     monkeypatch.setattr(rules, "most_loss", lambda past, *others: (asked.append(len(past)), found(past, *others))[1])
-    local(spiky(tmp_path, {}, steps=WINDOW + 2, spikes={"microbatch_z": microbatch_z}))
+    local(small(tmp_path, {}, steps=WINDOW + 2, spikes={"microbatch_z": microbatch_z}))
     assert asked == ([min(step, WINDOW) for step in range(WINDOW + 2)] if microbatch_z else [])
 
 
@@ -290,26 +294,26 @@ def test_g3_a_document_without_a_number_is_met_once(ranks: Ranks, tmp_path: Path
     The control: with "skip" it comes back.
     """
     steps = 2 * EPOCH
-    _, sample = drawn_by(tmp_path, 3, layout, layout.world - 1)
-    told = train(ranks, spiky(tmp_path / "quarantine", {sample: math.nan}), layout, steps)
+    _, sample = drawn(tmp_path, 3, layout, layout.world - 1)
+    told = train(ranks, small(tmp_path / "quarantine", {sample: math.nan}), layout, steps)
     for outcomes, weights in zip(told.members, told.weights, strict=True):
         assert [each.step for each in outcomes if not each.finite] == [3] == read(outcomes, sample)
         assert weights[1] == weights[2] != weights[3]
     if layout == Layout(2, 1):
-        met = train(ranks, spiky(tmp_path / "skip", {sample: math.nan}, spikes={"action": "skip"}), layout, steps)
+        met = train(ranks, small(tmp_path / "skip", {sample: math.nan}, spikes={"action": "skip"}), layout, steps)
         assert len([each for each in met.outcomes if not each.finite]) == 2 == len(read(met.outcomes, sample))
 
 
 def test_g3_the_run_says_what_is_in_quarantine(tmp_path: Path) -> None:
     """G3: the sentences name the step and the samples, at the end their number.  The control: with "skip" nothing is in quarantine."""
-    _, sample = drawn_by(tmp_path, 3, Layout(1, 1), 0)
-    said, error = local(spiky(tmp_path / "one", {sample: math.nan}, steps=4))
+    _, sample = drawn(tmp_path, 3, Layout(1, 1), 0)
+    said, error = local(small(tmp_path / "one", {sample: math.nan}, steps=4))
     (skipped,) = [text for text in said if "is skipped" in text]
     assert skipped.startswith("step 3 is skipped") and " are in quarantine from now on; look at these samples" in skipped
     assert str(sample) in skipped
     ended = "1 step was skipped, because no finite gradient came: 3; 2 samples are in quarantine"
     assert said[-1] == f"all 4 steps are done; {ended}" and not error
-    said, _ = local(spiky(tmp_path / "two", {sample: math.nan}, steps=4, spikes={"action": "skip"}))
+    said, _ = local(small(tmp_path / "two", {sample: math.nan}, steps=4, spikes={"action": "skip"}))
     assert not any("quarantine" in text for text in said) and said[-1].endswith("came: 3")
 
 
@@ -318,8 +322,8 @@ def test_g1_no_branch_and_no_fork_forgets_the_quarantine_unasked(tmp_path: Path)
     fill that one, and keeps the quarantine, as one that only warns does.  The controls: a state before the quarantine, a fork that takes
     the weights alone, and a branch with "forget", which reads the sample again, and from which "none" may go on.
     """
-    _, sample = drawn_by(tmp_path, 3, Layout(1, 1), 0)
-    job = spiky(tmp_path, {sample: math.nan}, steps=4, checkpoint={"save_every": 2})
+    _, sample = drawn(tmp_path, 3, Layout(1, 1), 0)
+    job = small(tmp_path, {sample: math.nan}, steps=4, checkpoint={"save_every": 2})
     local(job)
     off = job.replace(steps=5, spikes={"action": "none", "window": WINDOW})
     said = list[str]()
@@ -349,8 +353,8 @@ def test_g1_no_branch_and_no_fork_forgets_the_quarantine_unasked(tmp_path: Path)
 
 
 def shared(bucket: Path, gains: Mapping[int, float], **changes: Any) -> Job:
-    """Returns a job like :func:`spiky` of two parts with 16 and 64 documents, of which the first has a quarter of the samples of a step."""
-    job = spiky(bucket, {}, steps=12, **changes)
+    """Returns a job like :func:`small` of two parts with 16 and 64 documents, of which the first has a quarter of the samples of a step."""
+    job = small(bucket, {}, steps=12, **changes)
     parts = [{"dataset": f"{HERE}:Corrupt", "args": {"samples": 16, "gains": {str(key): str(gain) for key, gain in gains.items()}}}]
     parts += [{"dataset": f"{HERE}:Corrupt", "args": {"samples": 64}}]
     return job.replace(data={"dataset": "elastic.data.mixture:Mixture", "args": {"parts": parts}, "weights": [1, 3]})
@@ -393,7 +397,7 @@ def test_g1_a_quarantine_of_an_earlier_version_is_replaced_as_then(tmp_path: Pat
     for each in (spikes, Spikes(job, tensors)):
         assert (each.quarantined, set(each.anywhere)) == ({5: 3, 0: 5, 7: 5}, {5})
     assert tensors[QUARANTINE][:4].tolist() == [[5, 3], [0, -5], [7, -5], [0, 0]]
-    plain = spiky(tmp_path, {})
+    plain = small(tmp_path, {})
     tensors = {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(plain)}
     Spikes(plain, tensors).after(Outcome(4, 1, math.nan, (math.nan,), (1,), ((0, 7),), False, quarantined=(0, 7)))
     assert tensors[QUARANTINE][:3].tolist() == [[0, 5], [7, 5], [0, 0]]
@@ -415,7 +419,7 @@ def test_more_than_half_of_a_part_may_not_be_in_quarantine(tmp_path: Path) -> No
 
 def test_more_than_half_of_the_data_may_not_be_in_quarantine(tmp_path: Path) -> None:
     """Five of ten samples may be; the sixth ends the run, in a sentence.  A sample is listed once."""
-    job = spiky(tmp_path, {})
+    job = small(tmp_path, {})
     spikes = Spikes(job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)})
 
     def commit(step: int, *bad: int) -> Outcome:

@@ -10,6 +10,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+from tests.architecture.checks import statements
+
 FRAGMENTS = frozenset(
     {
         *("Of", "By", "From", "With", "Without", "Until", "Since", "In", "On", "At", "To", "For", "Into", "Between", "Among", "Beside"),
@@ -25,9 +27,7 @@ ENDS = re.compile(r"[.:!?…][)\"'”]?$")
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Yields (line, text) of every docstring in ``source``."""
-    waiting: list[ast.AST] = [ast.parse(source)]
-    for node in waiting:
-        waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)]
+    for node in statements(source):
         body = getattr(node, "body", None)
         owner = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         for number, each in enumerate(body if isinstance(body, list) else ()):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture import checks, table
+from tests.architecture import checks, prose, table
 from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +37,7 @@ def found() -> dict[str, list[str]]:
     said = defaultdict[str, list[str]](list)
     for file in FILES:
         text = source(file)
+        said["prose"] += (f"{file.as_posix()}:{line}: {fault}" for line, fault in prose.faults(text))
         said["too long"] += checks.too_long(file, text)
         if file.parts[0] in table.PACKAGES:
             said["imports"] += checks.wrong_imports(file, text, MODULES)
@@ -73,6 +74,11 @@ def test_only_the_world_makes_and_leaves_process_groups(found: dict[str, list[st
 def test_a_group_that_is_made_elsewhere_is_found(line: str) -> None:
     assert "only elastic/engine/world.py may" in next(checks.groups_made(Path("elastic/train/x.py"), line))
     assert list(checks.groups_made(Path(table.SEAM), line)) == []
+
+
+def test_docstrings_are_whole_sentences(found: dict[str, list[str]]) -> None:
+    """The product, its tests and its examples are read."""
+    none(found["prose"])
 
 
 def test_files_and_functions_are_short(found: dict[str, list[str]]) -> None:

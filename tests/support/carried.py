@@ -74,10 +74,14 @@ def begin(world: World, job: Job, last: int) -> Begun:
         return Begun(me.state.shard.version, me.save())
 
 
+def fence_of(worker: WorkerId, holders: Sequence[Holding]) -> ApplyFence:
+    """Returns the fence of this process in its last world if the worker is among the holders, else a new one."""
+    return CARRIED.pop() if worker in {holding.worker for holding in holders} else ApplyFence(Rules(worker))
+
+
 def go_on(world: World, job: Job, holders: Sequence[Holding], last: int, harmed: int | None = None) -> Healed:
     """Heals a world from ``holders`` and trains it to ``last``.  The process ``harmed`` has one bit of its held memory flipped."""
-    worker = WorkerId(f"w{world.rank}")
-    fence = CARRIED.pop() if worker in {holding.worker for holding in holders} else ApplyFence(Rules(worker))
+    fence = fence_of(WorkerId(f"w{world.rank}"), holders)
     if world.rank == harmed:
         flip_a_bit(shards(fence)[-1])
     held, before = shards(fence), [shard_hash(shard) for shard in shards(fence)]
@@ -155,9 +159,13 @@ class Broken:
     """Receipt of the state before the step."""
 
 
-def broken(world: World, job: Job, culprit: int, boundary: Callable[[], int] | None) -> Broken:
-    """Runs a good step, then one in which ``culprit`` fails: in ``boundary``, or by a fault of the job."""
-    with member(world, job, Version(0, 0)) as me:
+def broken(world: World, job: Job, culprit: int, boundary: Callable[[], int] | None, holders: Sequence[Holding] = ()) -> Broken:
+    """Runs a good step, then one in which ``culprit`` fails: in ``boundary``, or by a fault of the job.
+
+    It begins with what ``holders`` hold, or with the initialisation.
+    """
+    fence = fence_of(WorkerId(f"w{world.rank}"), holders)
+    with member(world, job, holders[0].version if holders else Version(0, 0), fence=fence, holders=holders or None) as me:
         me.step()
         receipt, before, error = me.save(), shard_hash(me.state.shard), ""
         try:

@@ -1,8 +1,8 @@
-"""Processes that tell steps to a function, each killed by SIGKILL at another moment: ``python -m tests.support.tellers FOLDER early|late``.
+"""Processes that tell steps to a function, each killed by SIGKILL at another moment: ``python -m tests.support.tellers FOLDER``.
 
-After each kill another process goes on from a state that fell back by two steps.  Prints a list with an object for each moment: ``noted``
-is the step in the note at the kill (None: there is none), ``before`` the steps that had begun to be told, and ``told`` and ``finished``
-are the steps that began to be told, and that were told, over both processes.
+After each kill another process goes on from a state that fell back by two steps.  Prints two lists with an object for each moment, the
+second of which is that of the control: ``noted`` is the step in the note at the kill (None: there is none), ``before`` the steps that had
+begun to be told, and ``told`` and ``finished`` are the steps that began to be told, and that were told, over both processes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def killed(work: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def main(root: Path, *, early: bool) -> None:
+def after_kills(root: Path, *, early: bool) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     for waits in (True, False):
         moment, dies = 0, True
@@ -121,8 +121,9 @@ def main(root: Path, *, early: bool) -> None:
             finished = len(steps_in(folder / "finished"))
             killed(partial(tell, folder, max(finished - 2, 0), STEPS + 1, Moments(0), early=early))
             found[-1]["told"], found[-1]["finished"] = steps_in(folder / "told"), steps_in(folder / "finished")
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), early=sys.argv[2] == "early")
+    root = Path(sys.argv[1])
+    print(json.dumps([after_kills(root / "late", early=False), after_kills(root / "early", early=True)]))

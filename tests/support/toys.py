@@ -204,6 +204,13 @@ def batch_normed(**args: Any) -> nn.Module:
     return BatchNormed(**args)
 
 
+SMALL: dict[str, Any] = {
+    "model_args": {"vocab": 29, "dim": 16, "layers": 2, "heads": 2, "dropout": 0.1},
+    "global_batch": 8,
+}
+"""Changes of :func:`toy_job` for a smaller model and half of the microbatches."""
+
+
 def toy_job(bucket: Path | str, **changes: Any) -> Job:
     """Returns a job that learns: a 29-word vocabulary, 8 microbatches of 2 a step."""
     values: dict[str, Any] = {

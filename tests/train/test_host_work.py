@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,9 +85,11 @@ def job_of(folder: Path, layers: int, microbatches: int, *, reproducible: bool) 
     return toy_job(folder, steps=100, global_batch=2 * microbatches, model_args=sizes, reproducible=reproducible)
 
 
-def plain(job: Job) -> Counts:
+@cache
+def plain(layers: int, microbatches: int, reproducible: bool) -> Counts:
     """Counts the loop that anybody would write."""
-    model, data, microbatches = build(**job.model_args), Sums(), job.microbatches
+    job = job_of(Path("/nowhere"), layers, microbatches, reproducible=reproducible)
+    model, data = build(**job.model_args), Sums()
     apply_kernels(model, torch.device("cpu"), job)
     adamw = torch.optim.AdamW(model.parameters(), foreach=True)
 
@@ -118,7 +121,7 @@ def extra(folder: Path, layers: int, microbatches: int, **how: bool) -> Counts:
     hooked = how.pop("hooked", False)
     job, world = job_of(folder, layers, microbatches, **how), World.alone(torch.device("cpu"))
     try:
-        return ours(job, world, hooked=hooked) - plain(job)
+        return ours(job, world, hooked=hooked) - plain(layers, microbatches, **how)
     finally:
         world.close()
 
@@ -137,8 +140,8 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, r
     however many blocks: small blocks are joined where nothing travels, and the rest of the model is the other.  One of the two operators
     is for the tokens, which are compared with the vocabulary; where something reads ahead, its thread does that.
 
-    A step: what the norm in a fixed order and the commit have more; the update has fewer.  The control: one operator for each parameter
-    more.
+    A step: what the norm in a fixed order and the commit have more; the update has fewer.  The control, of one block: one operator
+    for each parameter more.
     """
     parameters, units = 9 * layers + 2, 2
     few, more = (extra(tmp_path / f"{many}", layers, many, reproducible=reproducible) for many in (2, 4))
@@ -148,6 +151,8 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, r
     assert few.operators - 2 * each.operators <= parameters + 180
     assert few.calls - 2 * each.calls <= -55  # torch's optimizer makes more calls for each parameter than all of ours
 
+    if layers > 1:
+        return
     few, more = (extra(tmp_path / f"{many} hooked", layers, many, reproducible=reproducible, hooked=True) for many in (2, 4))
     hooked = of_a_microbatch(few, more)
     assert hooked.operators == each.operators + parameters

@@ -55,7 +55,9 @@ def test_the_memory_of_each_class_is_that_of_its_tensors(
     """AdamW in float32: 4 bytes for each weight, 8 for its moments, 4 for its gradient.  With one shard there is a copy to compute with, in
     another dtype.  FSDP2 and the reduction fill up parts to equal sizes, so their memory may be a little larger.
     """
-    members: list[tuple[dict[str, int], int, str]] = ranks.run(layout, held, toy_job(tmp_path, **settings, precision=precision))
+    members: list[tuple[dict[str, int], int, str]] = ranks.run(
+        layout, held, toy_job(tmp_path, **settings, precision=precision, global_batch=4)
+    )
     expected = sum(parameter.numel() for parameter in whole().parameters())
     assert sum(numbers for _, numbers, _ in members) == layout.world * expected // layout.dp_shard
     for classes, numbers, _ in members:

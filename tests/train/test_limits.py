@@ -132,6 +132,7 @@ def test_a_start_waits_while_memory_comes_back(tmp_path: Path, monkeypatch: pyte
 def test_slots_are_not_sized_for_the_smallest_permitted_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """N11: eight workers of one node share the state, and one worker alone may go on.  The node needs at most four times the state, and
     refuses nobody; where each worker has all of the state, it refuses the second one."""
+    monkeypatch.setattr(session, "COMES_S", 0.05)
 
     def start(replicas: int | str) -> tuple[int, list[Snapshots]]:
         job = toy_job(tmp_path, copies={"buddy_every": 0}, workers={"min": 1, "max": 8}, parallel={"dp_replicate": replicas})

@@ -32,9 +32,9 @@ from tests.support.chaos import exported_hash
 from tests.support.own_loops import steps_in
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
-from tests.support.segments import Member, Part, Trained, finish, member, shard_hash, train
+from tests.support.segments import Member, Part, Trained, finish, here, member, shard_hash, train_here
 from tests.support.stores import Forwarding
-from tests.support.toys import toy_job
+from tests.support.toys import SMALL, toy_job
 
 HERE = "tests.support.own_loops"
 STEPS = 4
@@ -64,7 +64,8 @@ def steps_of(me: Member, done: Any) -> Iterator[Step]:
 
 
 def with_loop(ranks: Ranks, job: Job, layout: Layout) -> Trained:
-    parts = ranks.run(layout, looped, job, Version(0, 0))
+    arguments = job, Version(0, 0)
+    parts = ranks.run(layout, looped, *arguments) if layout.world > 1 else [here(looped, *arguments)]
     end = Version(job.steps, parts[0].outcomes[-1].generation)
     return Trained(finish(job, layout, [part.receipt for part in parts], end), end, parts)
 
@@ -80,11 +81,12 @@ def with_loop(ranks: Ranks, job: Job, layout: Layout) -> Trained:
 )
 def test_u4_a_loop_of_ones_own_has_the_bits_of_ours_in_every_layout(ranks: Ranks, tmp_path: Path, settings: dict[str, Any]) -> None:
     """U4: batch by batch and in one call, with idle rounds in the last of the settings; the control leaves a microbatch out."""
-    ours = train(ranks, toy_job(tmp_path / "ours", steps=STEPS, **settings), Layout(1, 1), STEPS)
-    for loop, layout in (("whole", Layout(1, 2)), ("by_batches", Layout(2, 1)), ("by_batches", Layout(2, 2)), ("by_batches", Layout(1, 1))):
-        found = with_loop(ranks, toy_job(tmp_path / f"{loop} {layout}", steps=STEPS, loop=f"{HERE}:{loop}", **settings), layout)
+    settings = SMALL | {"steps": 3} | settings
+    ours = train_here(toy_job(tmp_path / "ours", **settings), 3)
+    for loop, layout in (("whole", Layout(1, 2)), ("by_batches", Layout(2, 2)), ("by_batches", Layout(1, 1))):
+        found = with_loop(ranks, toy_job(tmp_path / f"{loop} {layout}", loop=f"{HERE}:{loop}", **settings), layout)
         assert (found.hash, [each.loss for each in found.outcomes]) == (ours.hash, [each.loss for each in ours.outcomes])
-    control = with_loop(ranks, toy_job(tmp_path / "control", steps=STEPS, loop=f"{HERE}:without_one", **settings), Layout(1, 1))
+    control = with_loop(ranks, toy_job(tmp_path / "control", loop=f"{HERE}:without_one", **settings), Layout(1, 1))
     assert control.hash != ours.hash
     assert ours.outcomes[-1].loss < ours.outcomes[0].loss
 
@@ -108,7 +110,7 @@ def test_u4_numbers_and_side_effects_in_this_process_over_a_stop(tmp_path: Path)
     """U4: the same bits with ``--local``; each step is told once, although the stop comes before step 2 is told; the metrics have the
     numbers.
     """
-    ours, job = toy_job(tmp_path / "ours", steps=STEPS), toy_job(tmp_path / "own", steps=STEPS, loop=f"{HERE}:told")
+    ours, job = toy_job(tmp_path / "ours", steps=STEPS, **SMALL), toy_job(tmp_path / "own", steps=STEPS, loop=f"{HERE}:told", **SMALL)
     run_local(ours, lambda _: None)
     (tmp_path / "own").mkdir()
     stopped(job, 2)
@@ -129,8 +131,8 @@ WRONG = [
     ("runs_twice", "step 1: its microbatches are run twice"),
     ("no_commit", r"step 1 is not committed; call step\.commit\(\), and do not skip a step"),
     ("commits_twice", r"step 1: step\.commit\(\) is called twice"),
-    ("leaves_batches", r"step 1: step\.commit\(\) after 1 of 8 microbatches; run all of step\.batches\(\), without `break`"),
-    ("swallows", r"step 1: step\.commit\(\) after 0 of 8 microbatches"),
+    ("leaves_batches", r"step 1: step\.commit\(\) after 1 of 4 microbatches; run all of step\.batches\(\), without `break`"),
+    ("swallows", r"step 1: step\.commit\(\) after 0 of 4 microbatches"),
     ("no_backward", r"step 1: a microbatch had no step\.backward\(loss_sum, count\)"),
     ("late_function", r"ctx\.on_committed\(\) after ctx\.steps\(\) has begun"),
 ]
@@ -141,7 +143,7 @@ WRONG = [
 def test_wrong_use_gets_a_sentence(tmp_path: Path, name: str, said: str) -> None:
     """U4."""
     with pytest.raises(LoopError, match=rf"^loop = '{HERE}:{name}': {said}"):
-        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}"), lambda _: None)
+        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}", **SMALL), lambda _: None)
 
 
 @pytest.mark.fast
@@ -156,7 +158,7 @@ def test_wrong_use_gets_a_sentence(tmp_path: Path, name: str, said: str) -> None
 )
 def test_wrong_values_get_a_sentence(tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(JobError, match=f"^{re.escape(said)}"):
-        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}"), lambda _: None)
+        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}", **SMALL), lambda _: None)
     assert not [*tmp_path.glob("toy/checkpoints/*")], "no step was committed"
 
 
@@ -165,7 +167,7 @@ def test_wrong_values_get_a_sentence(tmp_path: Path, name: str, said: str) -> No
 def test_an_exception_of_the_users_comes_with_its_frame_even_if_the_loop_hides_it(tmp_path: Path, name: str, function: str) -> None:
     """U4."""
     with pytest.raises(RuntimeError, match="the user's own words") as caught:
-        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}"), lambda _: None)
+        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}", **SMALL), lambda _: None)
     assert caught.traceback[-1].name == function
 
 
@@ -300,17 +302,11 @@ def test_u4_a_kill_at_any_moment_loses_no_step_and_tells_again_what_has_no_note(
     before the next step, that is one step.  The control: a process that notes before it tells loses steps.
     """
 
-    def after_kills(order: str) -> list[dict[str, Any]]:
-        told = subprocess.run(
-            [sys.executable, "-m", "tests.support.tellers", str(tmp_path / order), order], capture_output=True, text=True, check=True
-        )
-        found: list[dict[str, Any]] = json.loads(told.stdout)
-        return found
-
-    found = after_kills("late")
+    told = subprocess.run([sys.executable, "-m", "tests.support.tellers", str(tmp_path)], capture_output=True, text=True, check=True)
+    found, control = json.loads(told.stdout)
     assert len(found) > 40 and {each["noted"] for each in found} >= {None, 0, 1, 2, 3, 4, 5}
     for each in found:
         assert {*each["finished"]} == {*range(1, 7)}
         assert each["told"] == [*each["before"], *range((each["noted"] or 0) + 1, 7)]
         assert not each["waits"] or max(each["before"], default=0) - (each["noted"] or 0) <= 1
-    assert any({*each["finished"]} != {*range(1, 7)} for each in after_kills("early"))
+    assert any({*each["finished"]} != {*range(1, 7)} for each in control)

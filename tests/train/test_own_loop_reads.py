@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +23,8 @@ from elastic.train.model import builder_of
 from elastic.train.step import Step
 from storage.objects import ObjectStore
 from tests.support.ranks import Ranks
-from tests.support.segments import Member, finish, member
-from tests.support.toys import Sums, toy_job
+from tests.support.segments import Member, finish, here, member
+from tests.support.toys import SMALL, Sums, toy_job
 
 STEPS, HELD = 3, (1, 2)
 Read = list[float]
@@ -91,9 +90,8 @@ def in_plain_torch(me: Member, job: Job) -> nn.Module:
 @pytest.fixture(scope="module", params=[pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Read, list[float]]:
     """The precision, the answers of plain torch with the weights of each step, which have the same bits in every layout, and the losses."""
-    job = toy_job(tmp_path_factory.mktemp("judged"), precision=request.param, steps=STEPS)
-    with closing(World.alone(torch.device("cpu"), generation=1)) as world:
-        _, plain, outcomes, _ = reading(world, job, Version(0, 0), STEPS, calls=False)
+    job = toy_job(tmp_path_factory.mktemp("judged"), precision=request.param, steps=STEPS, **SMALL)
+    _, plain, outcomes, _ = here(reading, job, Version(0, 0), STEPS, False)
     assert all(abs(after / before - 1) > 1e-2 for before, after in pairwise(plain)), "the control: steps differ"
     return request.param, plain, [each.loss for each in outcomes]
 
@@ -119,7 +117,7 @@ def test_u4_the_model_between_steps_has_the_weights_of_the_run(
     change no bit of the training.
     """
     precision, expected, losses = judged
-    job = toy_job(tmp_path, precision=precision, steps=STEPS, **changes)
+    job = toy_job(tmp_path, precision=precision, steps=STEPS, **SMALL, **changes)
     first = ranks.run(layout, reading, job, Version(0, 0), STEPS - 1)
     end = Version(STEPS - 1, first[0][2][-1].generation)
     finish(job, layout, [receipt for *_, receipt in first], end)
@@ -138,14 +136,15 @@ def test_u4_so_have_weights_in_fp8(ranks: Ranks, tmp_path: Path, changes: dict[s
     only.  The control: the next step is farther away.
     """
     layout = Layout(1, 2) if changes else Layout(1, 1)
-    job = toy_job(tmp_path, precision="fp8", optim={"lr": 0.1}, steps=STEPS, **changes)
+    settings: dict[str, Any] = {"precision": "fp8", "optim": {"lr": 0.2}, "steps": STEPS, **SMALL}
+    job = toy_job(tmp_path, **settings, **changes)
     first = ranks.run(layout, reading, job, Version(0, 0), STEPS - 1)
     end = Version(STEPS - 1, first[0][2][-1].generation)
     finish(job, layout, [receipt for *_, receipt in first], end)
     again = ranks.run(layout, reading, job, end, STEPS)
-    alone = ranks.run(Layout(1, 1), reading, toy_job(tmp_path, precision="fp8", optim={"lr": 0.1}, steps=STEPS), end, STEPS)
-    expected = alone[0][1]
+    alone = here(reading, toy_job(tmp_path, **settings), end, STEPS)
+    expected = alone[1]
     assert abs(expected[1] / expected[0] - 1) > 0.06
     for before, after in zip(first, again, strict=True):
-        assert before[0][-1] == after[0][0] == alone[0][0][0] and after[0][1] == alone[0][0][1]
+        assert before[0][-1] == after[0][0] == alone[0][0] and after[0][1] == alone[0][1]
         assert after[0] == pytest.approx(expected, rel=0.02)

@@ -44,6 +44,14 @@ def text(tmp_path: Path) -> Path:
     return write_texts(tmp_path / "text", {"a.txt": TEXT})
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset that no test changes."""
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(write_texts(folder / "text", {"a.txt": TEXT}), str(folder / "data"))
+    return folder / "data"
+
+
 def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, text: Path) -> None:
     prepare(text, str(tmp_path / "data"), bpe=270)
     sentence = r"^the vocabulary of the model, 257, is smaller than that of the dataset, 270; set it to 270 or more in model_args$"
@@ -54,29 +62,26 @@ def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path: Path, text: Pa
     assert not (tmp_path / "bucket").exists(), "nor does a job that can work begin a run by being looked at"
 
 
-def test_the_code_of_a_users_optimizer_is_part_of_the_build(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_users_optimizer_is_part_of_the_build(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other code imports that module; nodes that have different code in it are told apart."""
-    prepare(text, str(tmp_path / "data"))
     monkeypatch.syspath_prepend(tmp_path)
     for name, rate in (("first_rule", 0.1), ("second_rule", 0.2)):
         (tmp_path / f"{name}.py").write_text(f"from elastic.engine.optim.base import Rule\nRULE = Rule((), lambda *_: {rate})\n")
     builds = {
-        name: preflight(job_on(tmp_path, tmp_path / "data", optim={"kind": f"{name}:RULE"})).build.code
-        for name in ("first_rule", "second_rule")
+        name: preflight(job_on(tmp_path, prepared, optim={"kind": f"{name}:RULE"})).build.code for name in ("first_rule", "second_rule")
     }
     assert all(code.split()[0] == name for name, code in builds.items()), builds
     assert len({code.split()[1] for code in builds.values()}) == 2
     with pytest.raises(JobError, match=r"^optim\.kind = 'first_rule:Rule' names a type; name a Rule"):
-        preflight(job_on(tmp_path, tmp_path / "data", optim={"kind": "first_rule:Rule"}))
+        preflight(job_on(tmp_path, prepared, optim={"kind": "first_rule:Rule"}))
 
 
-def test_the_memory_of_copies_is_told_unless_it_is_trivial(tmp_path: Path, text: Path) -> None:
+def test_the_memory_of_copies_is_told_unless_it_is_trivial(tmp_path: Path, prepared: Path) -> None:
     """A state of less than a megabyte needs no sentence, a larger one has one; so has every run without copies, which is another matter."""
-    prepare(text, str(tmp_path / "data"))
 
     def told(dim: int, **settings: Any) -> list[str]:
         model = {"vocab": 257, "dim": dim, "layers": 1, "heads": 2}
-        job = job_on(tmp_path, tmp_path / "data", name=f"of-{dim}-{len(settings)}", model_args=model, **settings)
+        job = job_on(tmp_path, prepared, name=f"of-{dim}-{len(settings)}", model_args=model, **settings)
         return [note for note in preflight(job).notes if "host memory" in note]
 
     assert told(16) == []
@@ -90,19 +95,18 @@ def test_the_memory_of_copies_is_told_unless_it_is_trivial(tmp_path: Path, text:
     assert without.startswith("no copies in host memory (copies.copy_every = 0)")
 
 
-def test_a_state_too_large_for_an_update_in_files_within_a_fence_is_told_of(tmp_path: Path, text: Path) -> None:
+def test_a_state_too_large_for_an_update_in_files_within_a_fence_is_told_of(tmp_path: Path, prepared: Path) -> None:
     """A disk may need minutes for the state of 8 B parameters.  The value that the sentence recommends silences it; memory is no disk.
 
     A single worker has all of it where one is allowed, and half of it where two are the fewest.
     """
-    prepare(text, str(tmp_path / "data"))
     large = {"vocab": 257, "dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336}
 
     def told(model: dict[str, Any], fence_s: float, folder: str = "/disk", least: int = 1) -> list[str]:
         settings: dict[str, Any] = {"offload": "optimizer", "parallel": {"zero": 2}, "deadlines": {"fence_s": fence_s, "stall_s": fence_s}}
         settings |= {"offload_folder": folder, "offload_buffer_gb": 10} if folder else {}
         settings["workers"] = {"min": least, "max": 2}
-        job = job_on(tmp_path, tmp_path / "data", name=f"of-{model['dim']}-{least}", model_args=model, **settings)
+        job = job_on(tmp_path, prepared, name=f"of-{model['dim']}-{least}", model_args=model, **settings)
         return [note for note in preflight(job).notes if "fence_s" in note]
 
     assert told({"vocab": 257, "dim": 16, "layers": 1, "heads": 2}, 10) == [] == told(large, 10, "")
@@ -114,13 +118,12 @@ def test_a_state_too_large_for_an_update_in_files_within_a_fence_is_told_of(tmp_
         assert told(large, enough, least=least) == [] != told(large, enough - 2, least=least)
 
 
-def test_the_cost_of_an_initialisation_on_the_cpu_is_told(tmp_path: Path, text: Path) -> None:
+def test_the_cost_of_an_initialisation_on_the_cpu_is_told(tmp_path: Path, prepared: Path) -> None:
     """It took 94 s for 8 B parameters; nothing is said of a small model, of one on GPUs, or of a run that has begun."""
-    prepare(text, str(tmp_path / "data"))
     large = {"vocab": 257, "dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336}
 
     def told(**settings: Any) -> list[str]:
-        job = job_on(tmp_path, tmp_path / "data", **{"name": f"of-{len(str(settings))}", "model_args": large} | settings)
+        job = job_on(tmp_path, prepared, **{"name": f"of-{len(str(settings))}", "model_args": large} | settings)
         return [note for note in preflight(job).notes if "initialises" in note]
 
     (sentence,) = told()
@@ -131,13 +134,12 @@ def test_the_cost_of_an_initialisation_on_the_cpu_is_told(tmp_path: Path, text: 
     assert told(workers={"gpus": 1}) == told(model_args={"vocab": 257, "dim": 16, "layers": 1, "heads": 2}) == []
 
 
-def test_slow_attention_within_documents_is_told(tmp_path: Path, text: Path) -> None:
+def test_slow_attention_within_documents_is_told(tmp_path: Path, prepared: Path) -> None:
     """Nothing is said where FlexAttention is used, or where it is not asked for."""
-    prepare(text, str(tmp_path / "data"))
     small = {"vocab": 257, "dim": 16, "layers": 1, "heads": 2}
 
     def told(documents: bool = True, dropout: float = 0.0, **settings: Any) -> bool:
-        data = {"args": {"path": str(tmp_path / "data"), "seq_len": 8, "documents": documents}}
+        data = {"args": {"path": str(prepared), "seq_len": 8, "documents": documents}}
         job = job_on(tmp_path, "", **{"data": data, "model_args": small | {"dropout": dropout}, "workers": {"gpus": 1}} | settings)
         return any(note.startswith("data.args.documents = true: without FlexAttention") for note in preflight(job).notes)
 
@@ -146,12 +148,11 @@ def test_slow_attention_within_documents_is_told(tmp_path: Path, text: Path) -> 
     assert not told(compile=True, reproducible=False)
 
 
-def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, text: Path) -> None:
-    prepare(text, str(tmp_path / "data"))
+def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, prepared: Path) -> None:
     small = {"vocab": 257, "dim": 16, "layers": 1, "heads": 2}
 
     def job(documents: bool = False, **settings: Any) -> Job:
-        data = {"args": {"path": str(tmp_path / "data"), "seq_len": 8, "documents": documents}}
+        data = {"args": {"path": str(prepared), "seq_len": 8, "documents": documents}}
         return job_on(tmp_path, "", **{"data": data, "model_args": small, "precision": "bf16", "workers": {"gpus": 1}} | settings)
 
     def told(**settings: Any) -> list[str]:
@@ -257,11 +258,12 @@ def test_a_dataset_must_have_a_fingerprint(tmp_path: Path) -> None:
         ({}, []),
     ],
 )
-def test_settings_that_one_worker_makes_no_use_of_are_told(tmp_path: Path, text: Path, changes: dict[str, Any], said: list[str]) -> None:
-    prepare(text, str(tmp_path / "data"))
+def test_settings_that_one_worker_makes_no_use_of_are_told(
+    tmp_path: Path, prepared: Path, changes: dict[str, Any], said: list[str]
+) -> None:
     if "every" in changes.get("validation", {}):
-        changes = changes | {"validation": changes["validation"] | {"args": {"path": str(tmp_path / "data"), "seq_len": 8}}}
-    job = job_on(tmp_path, tmp_path / "data", **changes)
+        changes = changes | {"validation": changes["validation"] | {"args": {"path": str(prepared), "seq_len": 8}}}
+    job = job_on(tmp_path, prepared, **changes)
     assert [note for note in preflight(job, local=True).notes if "--local" in note] == said
     assert not any("--local" in note for note in preflight(job).notes)
 

@@ -21,11 +21,11 @@ from elastic.train.local import run_local
 from elastic.train.step import microbatch_seed
 from tests.support.chaos import exported_hash
 from tests.support.ranks import Ranks
-from tests.support.segments import train
-from tests.support.toys import toy_job
+from tests.support.segments import train_each
+from tests.support.toys import SMALL, toy_job
 
 HERE = "tests.train.test_skips"
-BAD, MICROBATCH = 2, 5
+BAD, MICROBATCH = 2, 1
 
 
 def _step() -> tuple[int, int]:
@@ -58,27 +58,26 @@ def ever(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
     return loss * (float("nan") if _step()[0] >= BAD else 1.0), count
 
 
-@pytest.mark.parametrize("kind", ["one", "every", "gradient"])
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(1, 2)], ids=str)
-def test_g3_l3_no_parameter_is_changed(ranks: Ranks, tmp_path: Path, layout: Layout, kind: str) -> None:
+def test_g3_l3_no_parameter_is_changed(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     """G3, L3: on every member the bytes of weights and moments after the step are those before it; the steps around it change them, and
     the checkpoint holds numbers only.  The control: a finite loss changes them in that step too.
     """
-    told = train(ranks, toy_job(tmp_path / "bad", loss=f"{HERE}:{kind}"), layout, 3)
-    for part in told.parts:
-        first, second, third = part.hashes
-        assert first == second != third
-        assert [outcome.finite for outcome in part.outcomes] == [True, False, True]
-    losses = torch.tensor(told.outcomes[BAD - 1].losses)
-    assert [*losses.isfinite().logical_not().nonzero().flatten()] == {"one": [MICROBATCH], "every": [*range(8)], "gradient": []}[kind]
-    job = toy_job(tmp_path / "bad", loss=f"{HERE}:{kind}")
-    reader = Run.open(job).checkpoints.open(told.version)
-    for tensor in reader.tensors():
-        raw = bytearray(next(reader.read([tensor.whole()]))[1])
-        assert torch.frombuffer(raw, dtype=torch.float32).isfinite().all()
-    if layout.world == 1 and kind == "one":
-        (fine,) = train(ranks, toy_job(tmp_path / "fine"), layout, 3).parts
-        assert len(set(fine.hashes)) == 3
+    bad = {"one": [MICROBATCH], "every": [*range(4)], "gradient": []}
+    jobs = [toy_job(tmp_path / kind, loss=f"{HERE}:{kind}", **SMALL) for kind in bad]
+    *found, fine = train_each(ranks, [*jobs, toy_job(tmp_path / "fine", **SMALL)], layout, 3)
+    for job, told, microbatches in zip(jobs, found, bad.values(), strict=True):
+        for part in told.parts:
+            first, second, third = part.hashes
+            assert first == second != third
+            assert [outcome.finite for outcome in part.outcomes] == [True, False, True]
+        losses = torch.tensor(told.outcomes[BAD - 1].losses)
+        assert [*losses.isfinite().logical_not().nonzero().flatten()] == microbatches
+        reader = Run.open(job).checkpoints.open(told.version)
+        for tensor in reader.tensors():
+            raw = bytearray(next(reader.read([tensor.whole()]))[1])
+            assert torch.frombuffer(raw, dtype=torch.float32).isfinite().all()
+    assert all(len(set(part.hashes)) == 3 for part in fine.parts)
 
 
 def local(job: Job) -> tuple[list[str], str]:
@@ -100,22 +99,22 @@ def local(job: Job) -> tuple[list[str], str]:
 
 def test_l3_a_run_without_ray_says_it_too(tmp_path: Path) -> None:
     """L3: the samples are those of the cursor.  The control, a finite run, says nothing."""
-    said, error = local(toy_job(tmp_path, name="one", loss=f"{HERE}:one", steps=3))
+    said, error = local(toy_job(tmp_path, name="one", loss=f"{HERE}:one", steps=3, **SMALL))
     (skipped,) = [text for text in said if "is skipped" in text]
     cause, _, advice = skipped.partition("; ")
-    found = re.fullmatch(r"step 2 is skipped and changes no weights: the loss of microbatch 5 is nan \(samples (\d+), (\d+)\)", cause)
+    found = re.fullmatch(r"step 2 is skipped and changes no weights: the loss of microbatch 1 is nan \(samples (\d+), (\d+)\)", cause)
     assert advice == "look at these samples, and in the forward pass for a division, a logarithm or an overflow"
     assert [text for text in said if "not finite" in text or "overflow" in text] == [skipped], "one sentence for one fact"
-    job = toy_job(tmp_path)
-    expected = Cursor(64, job.global_batch, job.seed, job.data.sampling).microbatch_ids(2, 5, job.microbatch_size)
+    job = toy_job(tmp_path, **SMALL)
+    expected = Cursor(64, job.global_batch, job.seed, job.data.sampling).microbatch_ids(2, MICROBATCH, job.microbatch_size)
     assert found is not None and [int(each) for each in found.groups()] == [*expected]
     assert said[-1] == "all 3 steps are done; 1 step was skipped, because no finite gradient came: 2" and not error, "also with --quiet"
-    assert not [text for text in local(toy_job(tmp_path, name="fine", steps=3))[0] if "skipped" in text]
+    assert not [text for text in local(toy_job(tmp_path, name="fine", steps=3, **SMALL))[0] if "skipped" in text]
 
 
 def test_l3_too_many_in_a_row_end_it_with_the_last_good_state(tmp_path: Path) -> None:
     """L3: the checkpoint has the weights of a run that ends at the last good step.  The control: one step fewer ends otherwise."""
-    settings: dict[str, Any] = {"schedule": {"kind": "constant"}}
+    settings: dict[str, Any] = {"schedule": {"kind": "constant"}, **SMALL}
     job = toy_job(tmp_path, name="ever", loss=f"{HERE}:ever", steps=8, watch={"max_skipped": 3}, **settings)
     said, error = local(job)
     assert error.startswith("3 steps were skipped in a row, 2–4, and watch.max_skipped is 3: the last good step is 1")
@@ -132,10 +131,12 @@ def test_l3_too_many_in_a_row_end_it_with_the_last_good_state(tmp_path: Path) ->
 
 def test_l3_fp16_that_looks_for_its_scale_says_nothing(tmp_path: Path) -> None:
     """L3: a scale that is too large overflows in the first steps; these do not count, however few are allowed."""
-    job = toy_job(tmp_path, steps=4, precision="fp16", loss=f"{HERE}:steep", watch={"max_skipped": 1})
+    job = toy_job(tmp_path, steps=4, precision="fp16", loss=f"{HERE}:steep", **SMALL, watch={"max_skipped": 1})
     said, error = local(job)
     assert not error and not [text for text in said if "skipped" in text]
-    job = toy_job(tmp_path, name="fixed", steps=4, precision="fp16", loss=f"{HERE}:steep", loss_scale=1024.0, watch={"max_skipped": 1})
+    job = toy_job(
+        tmp_path, name="fixed", steps=4, precision="fp16", loss=f"{HERE}:steep", loss_scale=1024.0, watch={"max_skipped": 1}, **SMALL
+    )
     said, error = local(job)
     assert error.startswith("1 step was skipped in a row, 1, and"), "the control: a scale that does not fall is the job's"
 

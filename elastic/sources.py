@@ -20,6 +20,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import distributions
@@ -110,13 +111,10 @@ def files_of(modules: Iterable[str]) -> dict[str, tuple[str, str]]:
         text = file.read_bytes()
         raw = tree = _digest(text)
         if file.suffix == ".py":
-            try:
-                parsed = ast.parse(text)
-            except (SyntaxError, ValueError):  # it may be imported inside of a function that is never called
-                pass
-            else:
-                tree = _digest(ast.dump(parsed).encode())
-                waiting += _imported(parsed, spec)
+            imports: tuple[ast.AST, ...] = ()
+            with suppress(SyntaxError, ValueError):  # it may be imported inside of a function that is never called
+                tree, imports = _tree_of(text)
+            waiting += _imported(imports, spec)
         is_package = spec.submodule_search_locations is not None
         found[name.replace(".", "/") + ("/__init__" if is_package else "") + file.suffix] = (raw, tree)
     return found
@@ -186,10 +184,10 @@ def _is_users(spec: ModuleSpec) -> bool:
     return file.is_file() and not ours and not any(part in INSTALLED for part in file.parts) and not file.is_relative_to(library)
 
 
-def _imported(tree: ast.AST, spec: ModuleSpec) -> Iterator[str]:
+def _imported(imports: Iterable[ast.AST], spec: ModuleSpec) -> Iterator[str]:
     """Yields the names of modules that a module may import; some of ``from a import b`` are no modules."""
     package = spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in imports:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -199,7 +197,7 @@ def _imported(tree: ast.AST, spec: ModuleSpec) -> Iterator[str]:
                 continue
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
-        elif isinstance(node, ast.Name | ast.Attribute) and _last(node) in BY_COMPUTED_NAMES and package:
+        elif package:
             yield from _all_of(package)
 
 
@@ -212,8 +210,20 @@ def _all_of(package: str) -> Iterator[str]:
     spec = _users(package)
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         for file in python_files(Path(place)):
-            parts = file.relative_to(place).with_suffix("").parts
+            parts = Path(file).relative_to(place).with_suffix("").parts
             yield ".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+@functools.lru_cache(1000)
+def _tree_of(text: bytes) -> tuple[str, tuple[ast.AST, ...]]:
+    """Returns the digest of a source's syntax tree, and the nodes that import.  A process parses each source once."""
+    parsed = ast.parse(text)
+    return _digest(ast.dump(parsed).encode()), tuple(node for node in ast.walk(parsed) if _imports(node))
+
+
+def _imports(node: ast.AST) -> bool:
+    by_computed_names = isinstance(node, ast.Name | ast.Attribute) and _last(node) in BY_COMPUTED_NAMES
+    return by_computed_names or isinstance(node, ast.Import | ast.ImportFrom)
 
 
 def _digest(data: bytes) -> str:

@@ -19,7 +19,7 @@ from elastic.job import Job
 from elastic.report.progress import Progress, spell
 from elastic.report.story import StepLine
 from elastic.runs.run import Run
-from tests.support.commands import ROOT, Command
+from tests.support.commands import ROOT
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S
 from tests.support.screen import InTerminal, Seen
@@ -65,7 +65,7 @@ VIEW = View("Running", "", "t", 1, 1, 1, 9, 10, {}, 0, [], "", False, "", None, 
 
 def written(folder: Path, name: str = "toy", **changes: object) -> str:
     """Writes a job of 8 steps, two of them saved, and user code; returns the path of the job file."""
-    job = toy_job(folder / "bucket", name=name, **{"steps": 8, "checkpoint": {"save_every": 4}, **changes})
+    job = toy_job(folder / "bucket", name=name, **{"steps": 8, "microbatch": 4, "checkpoint": {"save_every": 4}, **changes})
     (folder / "shown_code.py").write_text(CODE)
     path = folder / f"{name}.toml"
     path.write_text(to_toml(job))
@@ -178,7 +178,7 @@ def test_l12_a_terminal_shows_one_line_that_changes_and_nothing_of_it_is_left(tm
     assert lines[1] == "one worker in this process, from step 0 of generation 0 (init)"
     prints = [n for n, line in enumerate(lines) if line == "a print of the user"]
     last = next(n for n, line in enumerate(lines) if line.startswith("step     8/8  loss "))
-    assert len(prints) == 8 * 8 and prints == list(range(prints[0], last)), lines
+    assert len(prints) == 8 * 4 and prints == list(range(prints[0], last)), lines
     assert lines[-2].startswith("Finished at step 8 of 8: ") and lines[-1] == ""
     assert not any("loss" in line or "━" in line for line in lines[:last]), lines
     assert [f"step {n}/8" in run.typed for n in range(1, 9)] == [True] * 7 + [False], "the last step has a line that stays"
@@ -205,13 +205,16 @@ def test_l12_a_narrow_terminal_without_colours_that_is_resized_and_hears_ctrl_c(
 
 
 @pytest.mark.parametrize("terminal_name", [pytest.param("dumb", marks=pytest.mark.full), "pipe"])
-def test_l12_without_control_characters_there_are_plain_lines(tmp_path: Path, terminal_name: str) -> None:
+def test_l12_without_control_characters_there_are_plain_lines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal_name: str
+) -> None:
     """Besides, the model of this run has no tokens, so samples are counted."""
     classes = {"model": "shown_code:Class", "model_args": {}, "loss": "shown_code:classify", "data": {"dataset": "shown_code:Images"}}
     job = written(tmp_path, **classes)
     if terminal_name == "pipe":
-        command = Command(tmp_path, "train", job, "--local", PYTHONPATH=f"{tmp_path}:{ROOT}")
-        code, text = command.wait(), command.text
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "shown_code", raising=False)
+        code, text = main(["train", job, "--local"]), capfd.readouterr().out
     else:
         run = InTerminal(tmp_path, "train", job, "--local", TERM="dumb")
         code, text = run.wait(), run.typed.replace("\r\n", "\n")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import NodeId, Version
+from elastic.imports import version_of
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest

@@ -22,7 +22,7 @@ from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.schedule import check_schedule
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import CodeError, DataError, ElasticError, JobError, NoRoomYet
-from elastic.imports import code_digest, load, own_digest, unknown_argument
+from elastic.imports import code_digest, load, own_digest, unknown_argument, version_of
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, no_room, slots_a_worker, slots_for
 from elastic.plan.layout import Layout, after_a_loss
@@ -389,7 +389,7 @@ def build_of(session: Session) -> Build:
         elastic=f"{elastic.__version__} (sources {own_digest()})",
         python=f"{major}.{minor}",
         torch=torch.__version__.partition("+")[0],
-        ray=version("ray"),
+        ray=version_of("ray"),
         code=code_digest(job.code()),
         data=_fingerprint(job, session.loader.dataset),
         held_out=held_out_of(session),

@@ -301,8 +301,11 @@ class Checkpoints:
 
     def _at_once(self, call: Callable[[T], R], arguments: Iterable[T]) -> list[R]:
         """Returns ``call`` of each argument; makes as many calls at a time as the store takes."""
+        several = list(arguments)
+        if min(len(several), self.store.at_once) < 2:
+            return [call(each) for each in several]
         with ThreadPoolExecutor(self.store.at_once, "checkpoints") as pool:
-            return list(pool.map(call, arguments))
+            return list(pool.map(call, several))
 
     def _size(self, key: str) -> int | None:
         """Returns the size of an object, or None if there is none."""

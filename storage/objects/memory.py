@@ -50,9 +50,8 @@ class Memory(ObjectStore):
     def list(self, prefix: str = "") -> list[str]:
         with _lock:
             paths = list(_objects)
-        above = f"{self.root}/"
-        keys = (path.removeprefix(above) for path in paths if path.startswith(above))
-        return sorted(key for key in keys if key.startswith(prefix))
+        above, start = f"{self.root}/", f"{self.root}/{prefix}"
+        return sorted(path.removeprefix(above) for path in paths if path.startswith(start))
 
     def delete(self, key: str) -> None:
         with _lock:

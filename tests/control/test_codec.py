@@ -25,7 +25,7 @@ from tests.control.play import outcome, stepping
 pytestmark = pytest.mark.fast
 
 
-FEW = settings(max_examples=25)
+FEW = settings(max_examples=10)
 """Number of examples of a type.  Each example draws every field, and the next test draws the same types inside another one."""
 
 

@@ -113,11 +113,11 @@ def attached(workers: int, record: Record) -> dict[str, float]:
 
 
 def grown(record: Record) -> dict[str, float]:
-    """Returns the growth of the bytes per member, by kind of event: the larger ratio of 64 to 16 members and of 256 to 64."""
-    found = {number: recovery(number, record=record).sizes | attached(number, record) for number in (16, 64, 256)}
+    """Returns the growth of the bytes per member, by kind of event: the larger ratio of 32 to 8 members and of 128 to 32."""
+    found = {number: recovery(number, record=record).sizes | attached(number, record) for number in (8, 32, 128)}
     per_member = {number: {kind: size / number for kind, size in sizes.items()} for number, sizes in found.items()}
     kinds = ("Fenced", "Here", "Ready", "ShardSaved", "Attached", "Left out")
-    return {kind: max(per_member[64][kind] / per_member[16][kind], per_member[256][kind] / per_member[64][kind]) for kind in kinds}
+    return {kind: max(per_member[32][kind] / per_member[8][kind], per_member[128][kind] / per_member[32][kind]) for kind in kinds}
 
 
 def test_what_each_member_says_costs_the_same_however_many_there_are() -> None:

@@ -101,40 +101,42 @@ def told(seed: int, words: int = 150) -> list[Word]:
     return story
 
 
-STORIES = [told(seed) for seed in range(120)]
+@pytest.fixture(scope="module")
+def stories() -> list[list[Word]]:
+    return [told(seed) for seed in range(40)]
 
 
-def test_the_stories_are_worth_something() -> None:
+def test_the_stories_are_worth_something(stories: list[list[Word]]) -> None:
     """They form many worlds, settle them in different ways, and take most edges of the table."""
-    actions = [action for story in STORIES for *_, transition in story for action in transition.actions]
-    assert sum(isinstance(action, Form) for action in actions) > 300
-    assert sum(isinstance(action, Go) for action in actions) > 60
+    actions = [action for story in stories for *_, transition in story for action in transition.actions]
+    assert sum(isinstance(action, Form) for action in actions) > 100
+    assert sum(isinstance(action, Go) for action in actions) > 20
     assert len({action.outcome is None for action in actions if isinstance(action, Settle)}) == 2
-    edges = {(type(run.state), type(after.run.state)) for story in STORIES for run, _, _, after in story}
+    edges = {(type(run.state), type(after.run.state)) for story in stories for run, _, _, after in story}
     assert len({edge for edge in edges if edge[1] in ALLOWED[edge[0]]}) >= 10
 
 
-def test_the_same_facts_give_the_same_decision_and_change_nothing_else() -> None:
-    for story in STORIES[:40]:
+def test_the_same_facts_give_the_same_decision_and_change_nothing_else(stories: list[list[Word]]) -> None:
+    for story in stories[:20]:
         for run, event, now, transition in story[::5]:
             as_it_was = decode_run(codec.encode(run))
             assert advance(run, event, now, RULES) == transition
             assert run == as_it_was, "advance changed what it was given"
 
 
-def test_refused_means_unchanged() -> None:
+def test_refused_means_unchanged(stories: list[list[Word]]) -> None:
     refused = 0
-    for story in STORIES:
+    for story in stories:
         for run, event, _, transition in story:
             if transition.reason.startswith("refused: "):
                 refused += 1
                 assert transition.run == run, (event, transition.reason)
-    assert refused > 1000
+    assert refused > 300
 
 
-def test_whoever_should_be_silent_is_refused() -> None:
+def test_whoever_should_be_silent_is_refused(stories: list[list[Word]]) -> None:
     generations = ev.Here | ev.Ready | ev.StepDone | ev.Renewed | ev.Broken | ev.Fenced
-    for story in STORIES:
+    for story in stories:
         for run, event, _, transition in story:
             for each in ev.parts(event):
                 if isinstance(each, generations) and (each.generation != run.generation or each.worker == "w99"):
@@ -142,8 +144,8 @@ def test_whoever_should_be_silent_is_refused() -> None:
                     assert isinstance(event, ev.Together) or transition.reason.startswith("refused: "), (event, transition.reason)
 
 
-def test_generations_grow_by_one_and_ids_are_new() -> None:
-    for story in STORIES:
+def test_generations_grow_by_one_and_ids_are_new(stories: list[list[Word]]) -> None:
+    for story in stories:
         actions = [action for *_, transition in story for action in transition.actions]
         assert [each.plan.generation for each in actions if isinstance(each, Form)] == list(
             range(1, 1 + sum(isinstance(each, Form) for each in actions))
@@ -153,9 +155,9 @@ def test_generations_grow_by_one_and_ids_are_new() -> None:
         assert all(len(run.workers) + len(run.members.starting) <= RULES.max_workers for run, *_ in story)
 
 
-def test_nothing_is_settled_while_a_member_is_neither_fenced_nor_out() -> None:
+def test_nothing_is_settled_while_a_member_is_neither_fenced_nor_out(stories: list[list[Word]]) -> None:
     settled = 0
-    for story in STORIES:
+    for story in stories:
         answered: set[tuple[int, WorkerId]] = set()
         for run, event, _, transition in story:
             answered |= {(each.generation, each.worker) for each in transition.taken if isinstance(each, ev.Fenced)}
@@ -165,11 +167,11 @@ def test_nothing_is_settled_while_a_member_is_neither_fenced_nor_out() -> None:
                     assert run.plan is not None
                     standing = [each for each in run.plan.members if each in transition.run.workers]
                     assert all((action.generation, each) in answered for each in standing), (run.state, event)
-    assert settled > 100
+    assert settled > 30
 
 
-def test_an_outcome_is_applied_only_if_somebody_saw_it() -> None:
-    for story in STORIES:
+def test_an_outcome_is_applied_only_if_somebody_saw_it(stories: list[list[Word]]) -> None:
+    for story in stories:
         seen = set()
         for _, event, _, transition in story:
             for each in ev.parts(event):
@@ -179,8 +181,8 @@ def test_an_outcome_is_applied_only_if_somebody_saw_it() -> None:
             assert outcomes <= seen
 
 
-def test_the_line_only_grows_unless_a_world_begins_further_back_and_says_so() -> None:
-    for story in STORIES:
+def test_the_line_only_grows_unless_a_world_begins_further_back_and_says_so(stories: list[list[Word]]) -> None:
+    for story in stories:
         for run, _, _, transition in story:
             before, after = run.history.lineage, transition.run.history.lineage
             assert all(a < b for a, b in pairwise(after))
@@ -189,27 +191,27 @@ def test_the_line_only_grows_unless_a_world_begins_further_back_and_says_so() ->
             assert all(lineage.contains(after, version) for version in transition.run.history.saved)
 
 
-def test_only_what_is_on_the_line_gets_a_manifest() -> None:
-    for story in STORIES:
+def test_only_what_is_on_the_line_gets_a_manifest(stories: list[list[Word]]) -> None:
+    for story in stories:
         for *_, transition in story:
             for action in transition.actions:
                 if isinstance(action, CommitManifest):
                     assert lineage.contains(action.lineage, action.version) and lineage.tip(action.lineage) == action.version
 
 
-def test_states_follow_the_table_also_within_one_event() -> None:
+def test_states_follow_the_table_also_within_one_event(stories: list[list[Word]]) -> None:
     """``edges.enter`` asserts each edge; from outside, one event takes at most three in a row."""
 
     def reachable(start: type, hops: int) -> set[type]:
         return {start} if not hops else {start}.union(*(reachable(each, hops - 1) for each in ALLOWED[start]))
 
-    for story in STORIES:
+    for story in stories:
         for run, _, _, transition in story:
             assert type(transition.run.state) in reachable(type(run.state), 3)
 
 
-def test_what_must_be_durable_begins_starts_or_settles_a_generation_names_workers_ends_a_save_or_ends() -> None:
-    for story in STORIES:
+def test_what_must_be_durable_begins_starts_or_settles_a_generation_names_workers_ends_a_save_or_ends(stories: list[list[Word]]) -> None:
+    for story in stories:
         for run, _, _, transition in story:
             begins = transition.run.generation > run.generation or any(isinstance(action, Go) for action in transition.actions)
             left = (
@@ -230,12 +232,12 @@ def unheard(run: RunState) -> RunState:
     return but(run, "watch", counters={}, beats={})
 
 
-def test_any_story_survives_the_journal() -> None:
+def test_any_story_survives_the_journal(stories: list[list[Word]]) -> None:
     """Deciding again from the recorded events alone gives the same records, and folding these gives the same run.
 
     The record of a commit that only continues the world forgets who was heard when; nothing else is forgotten.
     """
-    for story in STORIES[:10]:
+    for story in stories[:10]:
         start, recorded, records = codec.snapshot(story[0][0]), story[0][0], []
         for number, (run, event, now, transition) in enumerate(story):
             records.append(json.loads(json.dumps(codec.record(number, now, event, run, transition, recorded))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.data.cursor import Cursor
@@ -47,7 +47,8 @@ def test_a_ramp_of_gpt_3() -> None:
     assert Batches(1568).of(1) == Batches(1568).of(10**6) == 1568, "the control"
 
 
-@given(ramps(), st.integers(1, 60), st.integers(1, 500))
+@settings(max_examples=40)
+@given(ramps(), st.integers(1, 30), st.integers(1, 300))
 def test_every_sample_once_an_epoch_across_changes(batches: Batches, steps: int, samples: int) -> None:
     """The stream of samples is that of a run without a ramp; only the steps are cut differently."""
     cursor, plain = Cursor(samples, batches, 3), Cursor(samples, 1, 3)

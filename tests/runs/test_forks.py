@@ -178,6 +178,14 @@ def test_l5_a_fork_has_the_bits_of_the_run_extended(tmp_path: Path) -> None:
     assert forks.origin_of(fork_store, "child") == Origin("run", Version(4, 1))
 
 
+@pytest.fixture(scope="module")
+def of_four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a run that ended at step 4; what is refused leaves nothing there."""
+    folder = tmp_path_factory.mktemp("four")
+    trained(job_of(folder, steps=4))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("changes", "word", "says"),
     [
@@ -202,14 +210,13 @@ def test_l5_a_fork_has_the_bits_of_the_run_extended(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_l5_what_does_not_fit_is_refused_before_anything_begins(tmp_path: Path, changes: dict[str, Any], word: str, says: str) -> None:
+def test_l5_what_does_not_fit_is_refused_before_anything_begins(of_four_steps: Path, changes: dict[str, Any], word: str, says: str) -> None:
     """L5: by name, and nothing is left in the bucket.  The control is the test above.  Only a run of the job file can be begun with it."""
-    trained(job_of(tmp_path, steps=4))
     with pytest.raises(JobError) as refused:
-        launch(job_of(tmp_path, "fork", **changes), local=True, resume=word)
+        launch(job_of(of_four_steps, "fork", **changes), local=True, resume=word)
     assert says in str(refused.value)
     assert ("begin the run" in str(refused.value)) is (word == "4")
-    assert not (tmp_path / "fork").exists() and not (tmp_path / "run" / "references").exists()
+    assert not (of_four_steps / "fork").exists() and not (of_four_steps / "run" / "references").exists()
 
 
 def test_l5_a_warm_start_has_the_weights_and_nothing_else(tmp_path: Path) -> None:

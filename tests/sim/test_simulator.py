@@ -161,7 +161,7 @@ def test_a_node_on_which_no_world_forms_is_refused_and_the_run_goes_on() -> None
     assert calm.end == "Finished" and "node n2 is refused" in calm.story()
     assert 1 <= len({each.generation for each in broken if each.cause == "setup"}) <= 2
     ends, told = Counter[str](), 0
-    for seed in range(30):
+    for seed in range(16):
         report = simulate(seed, replace(Scenario.drawn(seed), misset=(NodeId("n2"),)))
         ends[report.end] += 1
         told += any(isinstance(event, Broken) and event.cause == "setup" for _, event, _ in report.lines)
@@ -169,7 +169,7 @@ def test_a_node_on_which_no_world_forms_is_refused_and_the_run_goes_on() -> None
             reason.partition("node ")[2][:2] for _, _, reason in report.lines if "is refused" in reason and "no world forms with" in reason
         }
         assert refused <= {"n2"}, report.story()
-    assert told > 15 and ends["Finished"] > 20, ends
+    assert told > 8 and ends["Finished"] > 10, ends
 
 
 def test_data_that_never_comes_ends_the_run() -> None:

@@ -1,15 +1,11 @@
-"""A worker that saves, as a process of its own: ``python -m tests.state.saver whole`` or ``torn``.
-
-It says where its memory is, waits for a line, and copies the state after step 5 as a save.  "whole": it says so once the copy is complete,
-and waits to be killed.  "torn": it kills itself (SIGKILL) while it copies.
-"""
+"""A worker that saves, as a process of its own that has torch from the start."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from dataclasses import replace
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -27,7 +23,11 @@ PLAN = Plan(1, AT.generation, Layout(1, 1), (WORKER,), AT, "init", (), NODE, (NO
 SAVED = Version(5, AT.generation)
 
 
-def main(how: str) -> None:
+def save(how: str, pipe: Connection) -> None:
+    """Says where its memory is, waits for a word, and copies the state after step 5 as a save.
+
+    "whole": it says so once the copy is complete, and waits to be killed.  "torn": it kills itself (SIGKILL) while it copies.
+    """
     largest = frame(TENSORS, cell(1, 0))
     region = Region.create(3, largest.bytes, largest.blocks, TENSORS)
 
@@ -36,15 +36,11 @@ def main(how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     snapshots = Snapshots(region, TENSORS, torch.device("cpu"), AUTO, SaveRule(5, 100), strike=strike)
-    print(region.descriptor, flush=True)
-    sys.stdin.readline()
+    pipe.send(region.descriptor)
+    pipe.recv()
     snapshots.enter(PLAN, WORKER, shard_of(AT, 1, 0))
     snapshots.settle()
     snapshots.committed(replace(outcome(5, copied=4), saves=True), shard_of(SAVED, 1, 0))
     assert snapshots.settle().copied_through == 5
-    print("copied", flush=True)
+    pipe.send("copied")
     signal.pause()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -30,16 +30,26 @@ from elastic.train.model import State, build_model, builder_of, tensors_of
 from elastic.train.step import Session
 from tests.support.carried import Begun, Healed, begin, go_on, holdings
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, finish, member, train
+from tests.support.segments import finish, member, train_here
 from tests.support.toys import Own, own, toy_job
-from tests.support.worlds import STEPS
 
-BROKE_AT = 2
+BROKE_AT, STEPS = 2, 3
 
 
-def first_world(ranks: Ranks, job: Job, layout: Layout) -> Version:
-    """Makes two steps in ``layout`` and returns the version; the members keep the state, and the bucket has it for comparison."""
-    begun: list[Begun] = ranks.run(layout, begin, job, BROKE_AT)
+def small_job(bucket: Path, **changes: Any) -> Job:
+    """Returns a toy job with four microbatches a step."""
+    return toy_job(bucket, global_batch=4, microbatch=1, **changes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Returns the hash of a run of ``small_job`` on one worker."""
+    return train_here(small_job(tmp_path_factory.mktemp("one")), STEPS).hash
+
+
+def first_world(ranks: Ranks, job: Job, layout: Layout, last: int = BROKE_AT) -> Version:
+    """Makes ``last`` steps in ``layout`` and returns the version; the members keep the state, and the bucket has it for comparison."""
+    begun: list[Begun] = ranks.run(layout, begin, job, last)
     finish(job, layout, [each.receipt for each in begun], begun[0].version)
     return begun[0].version
 
@@ -58,39 +68,38 @@ def assert_healed(members: list[Healed]) -> None:
     assert sum(each.calls.bytes("send") for each in members) == sum(each.received for each in members)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "lost"),
-    [
-        (Layout(2, 2), Layout(1, 3), []),
-        (Layout(3, 1), Layout(2, 2), []),
-        (Layout(2, 2), Layout(1, 4), [0]),
-        (Layout(2, 2), Layout(2, 2), [1]),
-        (Layout(1, 3), Layout(4, 1), []),
-        (Layout(1, 4), Layout(2, 2), []),
-        (Layout(2, 2), Layout(2, 1), []),
-        (Layout(4, 1), Layout(1, 3), []),
-    ],
-    ids=lambda value: str(value) if isinstance(value, Layout) else f"lost {value}",
-)
-def test_any_world_heals_from_any_other(
-    ranks: Ranks, reference: Trained, tmp_path: Path, old: Layout, new: Layout, lost: list[int]
-) -> None:
+WORLDS = [
+    (Layout(2, 2), (0, 1, 2, 3)),
+    (Layout(1, 4), (1, 2, 3)),
+    (Layout(2, 2), (0, 1, 2, 3)),
+    (Layout(2, 2), (0, 2, 3)),
+    (Layout(2, 1), (0, 1)),
+    (Layout(1, 3), (0, 1)),
+    (Layout(4, 1), (0, 1, 2)),
+    (Layout(1, 3), (0, 1, 2)),
+]
+"""Worlds one after the other, and the members of the world before that are still there; the first one follows on a world of 3×1."""
+
+
+def test_any_world_heals_from_any_other(ranks: Ranks, tmp_path: Path) -> None:
     """Promise 4: every slice has the old state's bits, only the bytes that a member lacked are sent, and the hash is undisturbed."""
-    job = toy_job(tmp_path)
-    version = first_world(ranks, job, old)
-    left = [i for i in range(min(old.world, new.world)) if i not in lost]
-    members: list[Healed] = ranks.run(new, go_on, job, holdings(old, version, left), STEPS)
-    assert_healed(members)
-    assert all(each.received > 0 for i, each in enumerate(members) if i not in left)
-    assert ended(job, new, members) == reference.hash
+    job, old = small_job(tmp_path), Layout(3, 1)
+    version = first_world(ranks, job, old, 1)
+    for step, (new, left) in enumerate(WORLDS, 2):
+        present = [i for i in left if i < min(old.world, new.world)]
+        members: list[Healed] = ranks.run(new, go_on, job, holdings(old, version, present), step)
+        assert_healed(members)
+        assert all(each.received > 0 for i, each in enumerate(members) if i not in present)
+        found, old, version = ended(job, new, members), new, members[0].version
+    assert found == train_here(job.replace(name="alone"), 1 + len(WORLDS)).hash
 
 
 def test_a_buffer_that_the_model_does_not_save_is_state_too(ranks: Ranks, tmp_path: Path) -> None:
     """Its memory holds nothing in a new world, so it must be filled; that no export contains it is another matter."""
-    job = toy_job(tmp_path, model="tests.support.toys:own", model_args={})
+    job = small_job(tmp_path, model="tests.support.toys:own", model_args={})
     constants = [tensor.name for tensor in tensors_of(build_model(job, builder_of(job)), ADAMW) if tensor.kind == "constant"]
     assert constants == ["scale"]
-    alone = train(ranks, job.replace(name="alone"), Layout(1, 1), STEPS)
+    alone = train_here(job.replace(name="alone"), STEPS)
     version = first_world(ranks, job, Layout(1, 2))
     members: list[Healed] = ranks.run(Layout(1, 3), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS)
     assert_healed(members)
@@ -194,22 +203,6 @@ def test_who_is_left_while_slices_are_exchanged_blames_its_peer(ranks: Ranks) ->
     assert ranks.run(Layout(2, 1), half_healed) == [("peer", ""), None]
 
 
-def in_small_messages(world: World, *arguments: Any) -> Healed:
-    """Calls ``go_on`` with messages so small that one exchange takes hundreds of rounds and tensors are cut."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heal, "MESSAGE", 500)
-        return go_on(world, *arguments)
-
-
-def test_many_messages_bring_what_one_does(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
-    """The staged bytes are bounded for any size of a shard; the bytes that arrive, and the state, are the same."""
-    job, old, new = toy_job(tmp_path), Layout(1, 3), Layout(2, 2)
-    version = first_world(ranks, job, old)
-    members: list[Healed] = ranks.run(new, in_small_messages, job, holdings(old, version, range(3)), STEPS)
-    assert_healed(members)
-    assert ended(job, new, members) == reference.hash
-
-
 def test_half_way_comes_for_those_too_who_exchange_nothing() -> None:
     """A fault or a fence may have to act on such a member at that point."""
     world, times = World.alone(torch.device("cpu")), list[int]()
@@ -287,9 +280,9 @@ def test_a_message_holds_whole_rows_in_order() -> None:
 
 def test_what_several_hold_is_sent_by_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
     """Layout 3×1 becomes 4×1: a newcomer takes a third of the state from each replica, give or take one tensor."""
-    job = toy_job(tmp_path)
-    version = first_world(ranks, job, Layout(3, 1))
-    members: list[Healed] = ranks.run(Layout(4, 1), go_on, job, holdings(Layout(3, 1), version, range(3)), BROKE_AT)
+    job = small_job(tmp_path)
+    version = first_world(ranks, job, Layout(3, 1), 1)
+    members: list[Healed] = ranks.run(Layout(4, 1), go_on, job, holdings(Layout(3, 1), version, range(3)), 1)
     assert_healed(members)
     sent = [each.calls.bytes("send") for each in members]
     largest = max(4 * tensor.whole().count for tensor in tensors_of(build_model(job, builder_of(job)), ADAMW))
@@ -297,25 +290,35 @@ def test_what_several_hold_is_sent_by_all_of_them(ranks: Ranks, tmp_path: Path) 
     assert max(sent[:3]) - min(sent[:3]) <= largest < sum(sent) / 10
 
 
-def test_a_world_that_broke_while_it_healed(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
-    """Layout 1×3 becomes 2×2, which makes no step, and then 1×4; shards of both older layouts are held, and each serves."""
-    job = toy_job(tmp_path)
+def in_small_messages(world: World, *arguments: Any) -> Healed:
+    """Calls ``go_on`` with messages so small that an exchange takes many rounds and tensors are cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heal, "MESSAGE", 2000)
+        return go_on(world, *arguments)
+
+
+def test_a_world_that_broke_while_it_healed(ranks: Ranks, undisturbed: str, tmp_path: Path) -> None:
+    """Layout 1×3 becomes 2×2, which makes no step, and then 1×4; shards of both older layouts are held, and each serves.
+
+    The staged bytes are bounded for any size of a shard: many messages bring what one does.
+    """
+    job = small_job(tmp_path)
     version = first_world(ranks, job, Layout(1, 3))
     first = holdings(Layout(1, 3), version, range(3))
-    assert_healed(ranks.run(Layout(2, 2), go_on, job, first, BROKE_AT))
+    assert_healed(ranks.run(Layout(2, 2), in_small_messages, job, first, BROKE_AT))
     both = (*first, *holdings(Layout(2, 2), version, range(4)))
     members: list[Healed] = ranks.run(Layout(1, 4), go_on, job, both, STEPS)
     assert_healed(members)
-    assert ended(job, Layout(1, 4), members) == reference.hash
+    assert ended(job, Layout(1, 4), members) == undisturbed
 
 
-def test_one_bit_wrong_in_what_is_held(ranks: Ranks, reference: Trained, tmp_path: Path) -> None:
+def test_one_bit_wrong_in_what_is_held(ranks: Ranks, undisturbed: str, tmp_path: Path) -> None:
     """Negative control: the comparison names the tensor, and the hash at the end is another."""
-    job = toy_job(tmp_path)
+    job = small_job(tmp_path)
     version = first_world(ranks, job, Layout(1, 2))
     members: list[Healed] = ranks.run(Layout(2, 1), go_on, job, holdings(Layout(1, 2), version, range(2)), STEPS, 1)
     assert [len(each.wrong) for each in members] == [1, 1] and members[0].wrong == members[1].wrong
-    assert ended(job, Layout(2, 1), members) != reference.hash
+    assert ended(job, Layout(2, 1), members) != undisturbed
 
 
 def seen_on_the_way(world: World, job: Job, version: Version) -> tuple[list[tuple[str, int]], tuple[str, int]]:
@@ -339,8 +342,8 @@ def seen_on_the_way(world: World, job: Job, version: Version) -> tuple[list[tupl
 
 def test_a_member_that_heals_is_seen_to_get_further(ranks: Ranks, tmp_path: Path) -> None:
     """Piece by piece, so the world gets more time as long as its bucket brings something.  The control: who initialises does not heal."""
-    job = toy_job(tmp_path)
-    version = first_world(ranks, job, Layout(1, 2))
+    job = small_job(tmp_path)
+    version = first_world(ranks, job, Layout(1, 2), 1)
     (healed, after), *_ = ranks.run(Layout(1, 1), seen_on_the_way, job, version)
     assert len(healed) > 20 and {operation for operation, _ in healed} == {"heals"} and after == ("forms", 0)
     times = [time_ms for _, time_ms in healed]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import queue
 import select
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,11 @@ from storage.objects import ObjectStore
 from storage.objects.folder import Folder
 from storage.objects.port import Data
 from tests.state.nodes import AT, SECRET, TENSORS, Node, cluster, enter, shard_of, truth
-from tests.state.saver import NODE, PLAN, SAVED, WORKER
+from tests.state.saver import NODE, PLAN, SAVED, WORKER, save
 from tests.storage.states import slices_of
 from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S, until
+from tests.support.warm import MODULES
 
 WHOLE = cell(1, 0)
 REPOSITORY = Path(__file__).parents[2]
@@ -117,25 +119,28 @@ def test_a_save_is_uploaded_by_the_keepers_each_slice_once(tmp_path: Path, layou
 
 
 @contextmanager
-def saving(how: str) -> Iterator[tuple[subprocess.Popen[str], KeeperStore]]:
-    """A worker in a process of its own copies a save, and is killed; yields its process and the keeper's store that holds its memory."""
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.state.saver", how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
+def saving(how: str) -> Iterator[KeeperStore]:
+    """A worker in a process of its own copies a save, and is killed; yields the keeper's store that holds its memory."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*MODULES, "tests.state.saver"])
+    pipe, theirs = context.Pipe()
+    worker = context.Process(target=save, args=(how, theirs), daemon=True)
+    worker.start()
+    theirs.close()
     store = KeeperStore(NODE, "127.0.0.1", SECRET)
     try:
-        assert worker.stdin is not None and worker.stdout is not None
-        store.adopt(WORKER, worker.pid, int(worker.stdout.readline()))
-        worker.stdin.write("\n")
-        worker.stdin.flush()
-        assert worker.stdout.readline() == ("copied\n" if how == "whole" else "")
+        assert worker.pid is not None
+        store.adopt(WORKER, worker.pid, pipe.recv())
+        pipe.send("go")
+        with pytest.raises(EOFError) if how == "torn" else nullcontext():
+            assert pipe.recv() == "copied"
         worker.kill()
-        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+        worker.join(PATIENCE_S)
+        assert worker.exitcode == -signal.SIGKILL
         store.ended(WORKER)
-        yield worker, store
+        yield store
     finally:
         worker.kill()
-        worker.communicate()
         store.close()
 
 
@@ -145,7 +150,7 @@ SAVE = Save(SAVED, SAVED.generation, PLAN.layout, PLAN.members, PLAN.nodes)
 @pytest.mark.parametrize("how", ["whole", "torn"])
 def test_a_worker_that_dies_after_its_copy_does_not_end_the_save(tmp_path: Path, how: str) -> None:
     """It is killed (SIGKILL) before a byte was uploaded.  The control: a worker that dies while it copies ends the save at once."""
-    with saving(how) as (_, store), uploading(store, tmp_path) as (uploads, told):
+    with saving(how) as store, uploading(store, tmp_path) as (uploads, told):
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         event, receipt = told.next()
     if how == "torn":
@@ -165,7 +170,7 @@ def test_a_part_that_the_bucket_refuses_is_tried_again(tmp_path: Path, monkeypat
     monkeypatch.setattr("elastic.state.uploads.AGAIN_S", 0.1)
     bucket = tmp_path / "bucket"
     bucket.touch()
-    with saving("whole") as (_, store), uploading(store, bucket) as (uploads, told):
+    with saving("whole") as store, uploading(store, bucket) as (uploads, told):
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         event, _ = told.next()
         assert isinstance(event, SaveFailed) and event.again and "no part of w0 (shard-00000-of-00001) yet" in event.reason
@@ -188,7 +193,7 @@ TORN = "import os, sys; sys.stdin.readline(); print('{\"number\": 1, \"rec', end
 @pytest.mark.parametrize("torn", [False, True], ids=["silent", "in the middle of its answer"])
 def test_an_uploader_that_is_killed_is_followed_by_another(tmp_path: Path, torn: bool) -> None:
     """The uploader has the part in hand when it is killed (SIGKILL); the worker, which could copy again, is dead."""
-    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+    with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.command = [sys.executable, "-c", TORN] if torn else uploads.command
         uploads.start()
         assert uploads._process is not None
@@ -206,7 +211,7 @@ def test_an_uploader_that_is_killed_is_followed_by_another(tmp_path: Path, torn:
 
 
 def test_a_part_that_kills_uploaders_is_given_up(tmp_path: Path) -> None:
-    with saving("whole") as (_, store):
+    with saving("whole") as store:
         told = Told()
         uploads = Uploads(store, [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(7)"], told)
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
@@ -217,7 +222,7 @@ def test_a_part_that_kills_uploaders_is_given_up(tmp_path: Path) -> None:
 
 def test_an_uploader_that_hangs_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP: it neither dies nor answers."""
-    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+    with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.start()
         first = uploads._process
         assert first is not None
@@ -233,7 +238,7 @@ def test_an_uploader_that_goes_on_is_not_taken_for_hung(tmp_path: Path, monkeypa
     """A whole part takes longer than ``HUNG_S``, but the uploader says again and again that it goes on."""
     monkeypatch.setattr("elastic.state.uploads.HUNG_S", 3.0)
     slow = 'import sys, time; n = sys.stdin.readline()\nwhile 1: print(\'{"number": 1, "slices": 0}\', flush=True); time.sleep(0.1)'
-    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+    with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.command = [sys.executable, "-S", "-c", slow]
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         until(lambda: uploads._process is not None)
@@ -271,7 +276,7 @@ def test_a_part_that_the_bucket_takes_again_is_being_written(tmp_path: Path, mon
     """R11: the first attempt is refused before a byte is written, the others in their midst.  A part that is refused there again and again
     counts no more: otherwise nothing would end the wait for it."""
     monkeypatch.setattr("elastic.state.uploads.AGAIN_S", 0.1)
-    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+    with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.command = [sys.executable, "-S", "-c", REFUSED, str(refusals)]
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         for _ in range(min(refusals, REFUSALS)):
@@ -289,7 +294,7 @@ def test_a_part_that_the_bucket_takes_again_is_being_written(tmp_path: Path, mon
 def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_path: Path) -> None:
     """The keeper looks for copies fifty times a second, but tries, and says the reason, only every ``RETRY_S`` seconds."""
     said: list[str] = []
-    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+    with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.say, uploads.command = said.append, [str(tmp_path / "missing")]
         began = time.monotonic()
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
@@ -313,7 +318,7 @@ def test_at_the_limit_of_threads_no_uploader_is_left_to_which_nobody_listens(tmp
         processes.append(process)
         popen(process, *arguments, **settings)
 
-    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+    with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.say = said.append
         monkeypatch.setattr(threading.Thread, "start", start_all_but_one)
         monkeypatch.setattr(subprocess.Popen, "__init__", note)
@@ -333,7 +338,7 @@ def test_a_look_that_fails_is_told_and_is_not_the_last(tmp_path: Path, monkeypat
         return find(region, copy)
 
     monkeypatch.setattr("elastic.state.uploads.RETRY_S", 0.1)
-    with saving("whole") as (_, store), uploading(store, tmp_path) as (uploads, told):
+    with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.say = said.append
         monkeypatch.setattr(Region, "find", fail)
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)

@@ -40,14 +40,12 @@ class Conformance:
         assert store.size("b") == len(data)
         assert store.list() == ["a", "b"]
 
-    @pytest.mark.parametrize(
-        ("start", "stop"), [(None, None), (0, 4), (3, 7), (9, 10), (8, 99), (4, 4), (None, 2), (7, None), (10, 20), (12, None)]
-    )
-    def test_ranges_are_those_of_a_python_slice(self, store: ObjectStore, start: int | None, stop: int | None) -> None:
+    def test_ranges_are_those_of_a_python_slice(self, store: ObjectStore) -> None:
         store.put("a", b"0123456789")
-        assert store.get("a", start, stop) == b"0123456789"[start:stop]
         store.put("empty", b"")
-        assert store.get("empty", start, stop) == b""
+        for start, stop in [(None, None), (0, 4), (3, 7), (9, 10), (8, 99), (4, 4), (None, 2), (7, None), (10, 20), (12, None)]:
+            assert store.get("a", start, stop) == b"0123456789"[start:stop], (start, stop)
+            assert store.get("empty", start, stop) == b"", (start, stop)
 
     def test_a_folder_without_objects_is_gone_once_it_is_tidied(self, store: ObjectStore) -> None:
         """The control: a folder with objects keeps them."""
@@ -104,11 +102,12 @@ class Conformance:
         store.delete("a")
         assert not store.exists("a")
 
-    @pytest.mark.parametrize("key", ["ü/名前 with blank.json", "a@0,0-16,64", "emoji-🔥", "plus+and%20percent#hash?query"])
-    def test_keys_of_any_letters(self, store: ObjectStore, key: str) -> None:
-        store.put_if_absent(key, b"1")
-        assert store.list() == [key]
-        assert store.get(key) == b"1"
+    def test_keys_of_any_letters(self, store: ObjectStore) -> None:
+        keys = sorted(["ü/名前 with blank.json", "a@0,0-16,64", "emoji-🔥", "plus+and%20percent#hash?query"])
+        for key in keys:
+            store.put_if_absent(key, key.encode())
+        assert store.list() == keys
+        assert [store.get(key) for key in keys] == [key.encode() for key in keys]
 
     @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", "a/.partial-b"])
     def test_what_is_no_key(self, store: ObjectStore, key: str) -> None:

@@ -98,7 +98,7 @@ def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(
         job = toy_job(folder, steps=6, checkpoint={"save_every": 3}, faults=faults)
         (tmp_path / f"{name}.toml").write_text(to_toml(job).replace(folder, place))  # this process does not know the scheme
 
-    code, shown = elastic(tmp_path, None, "train", "toy.toml", "--local")
+    code, shown = elastic(tmp_path, None, "checkpoint", "ls", "toy.toml")
     assert code != 0 and "has an unknown scheme" in shown, "the control: without the package nobody knows toy://"
     code, shown = elastic(tmp_path, tmp_path / "site", "train", "killed.toml", "--local")
     assert code < 0, shown

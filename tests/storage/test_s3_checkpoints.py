@@ -78,7 +78,7 @@ def expected() -> dict[object, bytes]:
 
 
 def test_l7_a_deletion_that_breaks_off_on_a_server_is_ended_by_the_next(swift_bucket: S3) -> None:
-    break_off(Checkpoints(below(swift_bucket), "run"), calls=(1, 4), after=True)
+    break_off(Checkpoints(below(swift_bucket), "run"), calls=(4,), after=True)
 
 
 # ---- a store that damages
@@ -146,7 +146,7 @@ def test_of_many_committers_one_writes_the_manifest(swift_bucket: S3) -> None:
     """Promise 6 in a bucket."""
     store = below(swift_bucket)
     names = [f"committer {number}".encode() for number in range(6)]
-    for number in range(5):
+    for number in range(2):
         winners = race(store, f"run/{number}/{MANIFEST}", names)
         assert winners == [store.get(f"run/{number}/{MANIFEST}")]
 
@@ -316,7 +316,7 @@ def test_what_is_no_bucket(url: str) -> None:
 def test_random_streams_come_back(swift_bucket: S3) -> None:
     """However an object is cut into parts, what comes back is the joined pieces."""
     draw = random.Random(3)
-    for number in range(6):
+    for number in range(3):
         store = below(swift_bucket, part_bytes=MIB5)
         pieces = [draw.randbytes(draw.choice([0, 1, 1000, MIB5 // 2, MIB5, MIB5 + 1])) for _ in range(draw.randint(1, 4))]
         store.put_if_absent(f"{number}", pieces)

@@ -43,7 +43,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.segments import Member, compute, here, member
 from tests.support.toys import toy_job
 
-LARGE: dict[str, Any] = {"vocab": 29, "dim": 256, "layers": 8, "heads": 4}
+LARGE: dict[str, Any] = {"vocab": 29, "dim": 256, "layers": 12, "heads": 4}
 
 
 def test_groups_are_as_large_as_the_buffer_allows() -> None:

@@ -19,8 +19,8 @@ from tests.support.ranks import Ranks
 from tests.support.segments import compute, here, member
 from tests.support.toys import toy_job
 
-STEPS, UNITS = 2, 5
-"""Steps of a run; units of the model, which are its four blocks and the rest."""
+STEPS, UNITS = 2, 3
+"""Steps of a run; units of the model, which are its two blocks and the rest."""
 
 
 def next_token(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def accumulating(folder: Path, microbatch: int, **changes: Any) -> Job:
         folder,
         **{
             "model": "tests.engine.test_bits:double",
-            "model_args": {"vocab": 29, "dim": 32, "layers": 4, "heads": 2},
+            "model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2},
             "loss": f"{__name__}:next_token",
             "microbatch": microbatch,
             "optim": {"lr": 1e-2, "clip_norm": 1e9},

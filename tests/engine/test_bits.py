@@ -51,8 +51,8 @@ def test_weights_in_another_order_in_memory_too(ranks: Ranks, tmp_path: Path, la
 
 def test_the_library_sum_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
     """E6: negative control of the fold: without it the bits do differ, so the equality above is not for free; the values stay near."""
-    one = train_here(toy_job(tmp_path / "one", reproducible=False), 3)
-    three = train(ranks, toy_job(tmp_path / "three", reproducible=False), Layout(3, 1), 3)
+    one = train_here(toy_job(tmp_path / "one", reproducible=False), 2)
+    three = train(ranks, toy_job(tmp_path / "three", reproducible=False), Layout(3, 1), 2)
     assert one.hash != three.hash
     for a, b in zip(one.outcomes, three.outcomes, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-4)
@@ -103,9 +103,9 @@ def plain_training(
 
 def test_moments_slice_by_slice_through_reshapes_against_an_unsharded_adamw(ranks: Ranks, tmp_path: Path) -> None:
     """A4 (AdamW): 1×3 → 1×2 → 2×2, from the bucket each time: stored parameters and both moments are close to torch.optim's."""
-    job = toy_job(tmp_path)
+    job = toy_job(tmp_path, global_batch=8)
     version = Version(0, 0)
-    for layout, last in ((Layout(1, 3), 3), (Layout(1, 2), 6), (Layout(2, 2), 9)):
+    for layout, last in ((Layout(1, 3), 2), (Layout(1, 2), 4), (Layout(2, 2), 7)):
         trained = train(ranks, job, layout, last, version)
         version = trained.version
         expected, losses = plain_training(job, last)
@@ -152,13 +152,13 @@ def test_blocks_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path) -> 
     job = toy_job(
         tmp_path,
         model="tests.engine.test_bits:double",
-        model_args={"vocab": 29, "dim": 32, "layers": 4, "heads": 2},
+        model_args={"vocab": 29, "dim": 32, "layers": 2, "heads": 2},
         loss="tests.engine.test_bits:exact_next_token",
         data={"dataset": "tests.support.toys:Sums", "args": {"masked": False}},
         optim={"lr": 1e-2, "clip_norm": 1e9},
         reduction={"block": 2},
     )
-    _, expected = plain_training(job, 4)
-    parts = [members[0] for members in ranks.run_each(Layout(2, 2), exactly, [(job, 4, False), (job, 4, True)], nodes="aabb")]
+    _, expected = plain_training(job, 3)
+    parts = [members[0] for members in ranks.run_each(Layout(2, 2), exactly, [(job, 3, False), (job, 3, True)], nodes="aabb")]
     all_there, lossy = (max(abs(each.loss - loss) for each, loss in zip(part.outcomes, expected, strict=True)) for part in parts)
     assert all_there <= 1e-10 and lossy > 1e-4

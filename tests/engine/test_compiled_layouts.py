@@ -1,10 +1,11 @@
-"""R4, R13: compiled code does not depend on the layout, so a member of any world finds its code compiled.
+"""R4, R13: compiled code does not depend on the layout, so a member of any world finds its code compiled, and computes the same bits.
 
-A process warms up once, as a worker and a spare do before they join, and then steps in worlds of n − 1, n and n + 1 members.
+A process warms up once, as a worker and a spare do before they join, and then steps in worlds of several sizes.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from elastic.train.counters import Counters
 from elastic.train.model import build_model, builder_of, tensors_of
 from elastic.train.session import make_session
 from tests.support.ranks import Ranks
-from tests.support.segments import member
+from tests.support.segments import Part, finish, segment, train_here
 from tests.support.toys import toy_job
 
-MODEL = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2}
-LAYOUTS = (Layout(1, 2), Layout(2, 1), Layout(1, 1), Layout(1, 3), Layout(3, 1), Layout(1, 2))
+MODEL = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}
+WORLDS = ((Layout(1, 2), None), (Layout(2, 1), None), (Layout(1, 1), None), (Layout(1, 2), 2))
+MORE = (*WORLDS, (Layout(1, 3), None), (Layout(3, 1), None), (Layout(1, 2), None))
+"""Layouts, and stages of ZeRO.  A member holds shards in the first one, and whole weights in the next three."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def warm(world: World, job: Job, folder: str, whole: bool) -> tuple[int, int]:
     genuine = warmup._with_whole_weights
     if not whole:
         warmup._with_whole_weights = lambda *_: []  # type: ignore[assignment]
-    session = make_session(job, Counters(Path(folder) / f"counters{world.rank}-{whole}", create=True))
+    session = make_session(job, Counters(Path(folder) / f"counters{os.getpid()}-{whole}", create=True))
     try:
         warmup.warm_up(session, tensors_of(build_model(job, session.builder), session.rule), world.device)
     finally:
@@ -61,26 +64,42 @@ def warm(world: World, job: Job, folder: str, whole: bool) -> tuple[int, int]:
     return graphs()
 
 
-def step(world: World, job: Job) -> tuple[int, int]:
-    with member(world, job, Version(0, 0)) as me:
-        for _ in range(2):
-            me.step()
-    return graphs()
+def step(world: World, job: Job) -> tuple[Part, tuple[int, int]]:
+    """Trains two steps.  Returns their result, and the graphs of this process."""
+    part = segment(world, job, Version(0, 0), 2)
+    return part, graphs()
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param({"recompute": "block", "precision": "bf16"}, marks=pytest.mark.full)])
-def test_no_world_compiles_anything_after_the_warm_up(three: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """R4, R13: the control warms up with shards only; then a world without shards traces its blocks."""
-    job = toy_job(tmp_path, compile=True, model_args=MODEL, workers={"max": 4}, **changes)
-    for whole in (True, False):
-        warmed = three.run(Layout(1, 3), warm, job, str(tmp_path), whole)
-        assert all(traced > 0 for traced, _ in warmed) and (any(compiled > 0 for _, compiled in warmed) or not whole)
-        found = {(number, layout): three.run(layout, step, job) for number, layout in enumerate(LAYOUTS if whole else LAYOUTS[:2])}
-        same = {key: counts == warmed[: key[1].world] for key, counts in found.items()}
-        if whole:
-            assert all(same.values()), (warmed, found)
-        else:
-            assert same[0, Layout(1, 2)] and not same[1, Layout(2, 1)], (warmed, found)
+@pytest.mark.parametrize(
+    ("worlds", "changes"),
+    [
+        (WORLDS, {}),
+        pytest.param(WORLDS, {"precision": "fp8"}, marks=pytest.mark.full),
+        pytest.param(MORE, {"recompute": "block", "precision": "bf16"}, marks=pytest.mark.full),
+    ],
+    ids=["fp32", "fp8", "bf16"],
+)
+def test_no_world_compiles_anything_after_the_warm_up(three: Ranks, tmp_path: Path, worlds: Any, changes: dict[str, Any]) -> None:
+    """R4, R13: and all worlds have the same bits, which are not those of blocks that are not compiled.
+
+    The control warms up with shards only; then a world without shards traces its blocks.
+    """
+    job = toy_job(tmp_path / "warm", compile=True, model_args=MODEL, workers={"max": 4}, **changes)
+    warmed = []
+    for process in range(max(layout.world for layout, _ in worlds)):  # one after the other, so that later ones find code on the disk
+        three.start(Layout(1, 1), [process], warm, job, str(tmp_path), True)
+        warmed.append(three.answer(process))
+    assert all(traced > 0 for traced, _ in warmed) and any(compiled > 0 for _, compiled in warmed)
+    hashes = set[str]()
+    for number, (layout, zero) in enumerate(worlds):
+        own = job.in_stage(zero).replace(bucket=str(tmp_path / str(number)))
+        found = three.run(layout, step, own)
+        assert [counts for _, counts in found] == warmed[: layout.world], (layout, zero)
+        hashes.add(finish(own, layout, [part.receipt for part, _ in found], Version(2, found[0][0].outcomes[-1].generation)))
+    assert len(hashes) == 1
+    assert train_here(toy_job(tmp_path / "plain", model_args=MODEL, **changes), 2).hash not in hashes
+    warmed = three.run(Layout(1, 1), warm, job, str(tmp_path), False)
+    assert [counts for _, counts in three.run(Layout(1, 1), step, job)] != warmed
 
 
 @pytest.mark.full
@@ -94,6 +113,6 @@ def test_worlds_that_gather_once_a_step_find_their_code_too(three: Ranks, tmp_pa
     job = job.replace(workers={"max": 4, "device_gb": 15 * elements / USABLE / 1e9})
     for whole in (True, False):
         warmed = three.run(Layout(1, 3), warm, job, str(tmp_path), whole)
-        found = {(layout, zero): three.run(layout, step, job.in_stage(zero)) for layout in LAYOUTS[3:4] for zero in (None, 2)}
-        same = {zero: counts == warmed[: layout.world] for (layout, zero), counts in found.items()}
+        found = {zero: three.run(Layout(1, 3), step, job.in_stage(zero)) for zero in (None, 2)}
+        same = {zero: [counts for _, counts in members] == warmed for zero, members in found.items()}
         assert same == {None: True, 2: whole}, (warmed, found)

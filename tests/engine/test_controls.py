@@ -22,7 +22,7 @@ from tests.support.segments import Trained, finish, train, train_here
 from tests.support.toys import Sums, toy_job
 
 LAYOUT, STEPS = Layout(1, 2), 4
-PLAIN = {"model_args": {"vocab": 29, "dim": 32, "layers": 4, "heads": 2, "dropout": 0.0}}
+PLAIN = {"model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.0}}
 """The model has no dropout, so a sample's contribution does not depend on its place, and a swap changes only the order of a sum."""
 
 

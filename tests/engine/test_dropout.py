@@ -20,7 +20,8 @@ from tests.support.ranks import Ranks
 from tests.support.segments import here, member, train, train_here
 from tests.support.toys import Own, toy_job
 
-MICROBATCHES, STEPS = 8, 2
+MICROBATCHES, STEPS, LAYERS = 8, 2, 2
+MODEL = {"vocab": 29, "dim": 32, "layers": LAYERS, "heads": 2, "dropout": 0.1}
 Masks = dict[tuple[int, int], dict[str, list[str]]]
 """Hashes of the masks of each module, in the order in which they were drawn, by (step, microbatch)."""
 
@@ -59,19 +60,19 @@ def test_a8_masks_differ_between_members_and_not_between_layouts(ranks: Ranks, t
 
     The last lines are the control.
     """
-    jobs = [toy_job(tmp_path / recompute, recompute=recompute) for recompute in ("none", "block")]
+    jobs = [toy_job(tmp_path / recompute, recompute=recompute, model_args=MODEL) for recompute in ("none", "block")]
     shards = ranks.run_each(Layout(1, 2), masks, [(job,) for job in jobs])
     *replicas, alike = ranks.run_each(Layout(3, 1), masks, [*((job,) for job in jobs), (jobs[0], True)])
     for job, *others in zip(jobs, shards, replicas, strict=True):
         one = joined([here(masks, job)])
         assert [joined(each) for each in others] == [one, one]
         for of in one.values():
-            assert len(of) == 4, "a module for each of the layers"
+            assert len(of) == LAYERS, "a module for each of the layers"
             assert all(len(set(each[:2])) == 2 for each in of.values()), "a block draws two masks"
             assert all(each[2:] == (each[:1] if job.recompute == "block" else []) for each in of.values()), "and the first one again"
         firsts = [each[0] for of in one.values() for each in of.values()]
-        assert len(set(firsts)) == len(firsts) == STEPS * MICROBATCHES * 4
-    assert len({each[0] for of in joined(alike).values() for each in of.values()}) == 4
+        assert len(set(firsts)) == len(firsts) == STEPS * MICROBATCHES * LAYERS
+    assert len({each[0] for of in joined(alike).values() for each in of.values()}) == LAYERS
 
 
 class Dropping(Own):

@@ -25,7 +25,7 @@ from tests.support.ranks import Ranks
 from tests.support.segments import here, member, train, train_each, train_here
 from tests.support.toys import toy_job
 
-FITS = {"vocab": 29, "dim": 32, "layers": 2, "heads": 4, "hidden": 64, "dropout": 0.1}
+FITS = {"vocab": 29, "dim": 32, "layers": 1, "heads": 4, "hidden": 64, "dropout": 0.1}
 TABLE = ShardingTable(("0",))
 
 
@@ -171,7 +171,7 @@ def test_a_second_derivative_is_refused(recipe: Recipe, frozen: bool) -> None:
 
 @pytest.mark.fast
 def test_layers_are_those_of_the_blocks_whose_sizes_fit() -> None:
-    model = build(**FITS)
+    model = build(**{**FITS, "layers": 2})
     assert len(layers_of(model, model.sharding())) == 2 * 7  # type: ignore[operator]
     assert layers_of(build(**{**FITS, "dim": 36, "heads": 3}), ShardingTable(("layers.0",))) == []
 
@@ -183,10 +183,11 @@ def test_a_model_without_such_layers_is_refused(tmp_path: Path, precision: str) 
         preflight(job)
 
 
-@pytest.mark.parametrize("precision", ["fp8", pytest.param("fp8-rowwise", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
 def test_every_layout_gives_the_same_bits_when_compiled(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     """The control: without compilation the bits are others, so the blocks are compiled."""
-    fits: dict[str, Any] = {"model_args": {**FITS, "dropout": 0.0}, "precision": precision}
+    fits: dict[str, Any] = {"model_args": {**FITS, "layers": 2, "dropout": 0.0}, "precision": precision}
     one = train(ranks, toy_job(tmp_path / "one", **fits, compile=True), Layout(1, 1), 3)
     shards = toy_job(tmp_path / "shards", **fits, compile=True)
     whole = toy_job(tmp_path / "whole", **fits, compile=True, parallel={"zero": 2})
@@ -213,33 +214,36 @@ def curve(world: World, job: Job, begin: Version, steps: int, frozen: float = 0.
             return [me.step().loss for _ in range(steps)]
 
 
-def ends(folder: Path, before: int) -> dict[str, float]:
-    """Returns the mean of the last ten losses of 200 steps, with and without scales, after ``before`` steps in bf16."""
+def ends(folder: Path, before: int, steps: int, frozen_steps: int) -> dict[str, tuple[float, ...]]:
+    """Returns the mean of the last ten losses of ``frozen_steps``, and of ``steps`` where scales are not frozen, after ``before`` steps in
+    bf16.
+    """
     optim = {"lr": 1e-3, "eps": 1e-8 * UNIT}
-    changes = {"global_batch": 8, "microbatch": 8, "steps": before + 200, "optim": optim, "model_args": FITS, "loss": f"{__name__}:small"}
+    changes = {"global_batch": 8, "microbatch": 8, "steps": before + steps, "optim": optim, "model_args": FITS, "loss": f"{__name__}:small"}
     start = Version(0, 0)
     if before:
         start = train_here(toy_job(folder, **changes, precision="bf16"), before).version
     found = {}
     for precision, frozen in (("bf16", 0.0), ("fp8", 0.0), ("fp8-rowwise", 0.0), ("fp8", 1.0), ("fp8-rowwise", 1.0)):
-        losses = here(curve, toy_job(folder, **changes, precision=precision), start, 200, frozen)
-        found[f"{precision}, frozen" if frozen else precision] = statistics.mean(losses[-10:])
+        losses = here(curve, toy_job(folder, **changes, precision=precision), start, frozen_steps if frozen else steps, frozen)
+        places = {frozen_steps, len(losses)}
+        found[f"{precision}, frozen" if frozen else precision] = tuple(statistics.mean(losses[last - 10 : last]) for last in sorted(places))
     return found
 
 
-def check_ends(found: dict[str, float]) -> None:
+def check_ends(found: dict[str, tuple[float, ...]]) -> None:
     for precision in ("fp8", "fp8-rowwise"):
         assert found[precision] != found["bf16"]
-        assert found[precision] == pytest.approx(found["bf16"], rel=0.01, abs=0), found
-        assert found[f"{precision}, frozen"] != pytest.approx(found["bf16"], rel=0.01, abs=0), found
+        assert found[precision][-1] == pytest.approx(found["bf16"][-1], rel=0.01, abs=0), found
+        assert found[f"{precision}, frozen"][0] != pytest.approx(found["bf16"][0], rel=0.01, abs=0), found
 
 
 def test_the_loss_in_fp8_is_that_of_bf16(tmp_path: Path) -> None:
-    """E5: within 1 % after 200 steps; a toy on a CPU.  The control: with scales frozen at 1 it is not."""
-    check_ends(ends(tmp_path, 0))
+    """E5: within 1 % after 200 steps; a toy on a CPU.  The control: with scales frozen at 1 it is not, after 30 steps already."""
+    check_ends(ends(tmp_path, 0, 200, 30))
 
 
 @pytest.mark.full
 def test_the_loss_in_fp8_is_that_of_bf16_after_steps_in_bf16(tmp_path: Path) -> None:
     """E5: 200 steps from a checkpoint of 100 steps in bf16.  After 2,000 a toy knows its data by heart, and its loss says nothing."""
-    check_ends(ends(tmp_path, 100))
+    check_ends(ends(tmp_path, 100, 200, 200))

@@ -21,7 +21,7 @@ from tests.support.ranks import Ranks
 from tests.support.segments import here, member
 from tests.support.toys import toy_job
 
-SAMPLES, WIDTH, STEPS, RATE = 24, 6, 30, 0.05
+SAMPLES, WIDTH, STEPS, RATE = 24, 6, 12, 0.05
 
 
 class Points:

@@ -26,7 +26,7 @@ from elastic.train.session import lengths_of
 from tests.support.segments import train_here
 from tests.support.toys import toy_job
 
-STEPS = 4
+STEPS = 2
 
 
 class Skewed:
@@ -163,7 +163,10 @@ def test_a_dataset_that_tells_lengths_passes(tmp_path: Path) -> None:
 
 def test_auto_reckons_with_the_longest_samples(tmp_path: Path) -> None:
     """The first microbatch of a step has the longest.  The control: without the setting it is that of the first samples."""
-    job = toy_job(tmp_path, microbatch=4, global_batch=16, data={"dataset": f"{__name__}:Skewed", "group_by_length": True})
+    small = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}
+    job = toy_job(
+        tmp_path, microbatch=4, global_batch=16, model_args=small, data={"dataset": f"{__name__}:Skewed", "group_by_length": True}
+    )
     sizes = Skewed().sizes
     longest = estimate._longest(job)["tokens"]
     assert (longest >= 0).sum(dim=1).tolist() == sorted(sizes, reverse=True)[:4]

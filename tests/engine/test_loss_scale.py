@@ -24,10 +24,10 @@ from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
 from tests.support.segments import compute, here, member, train, train_here
 from tests.support.toys import toy_job
-from tests.support.worlds import STEPS
 
 HERE = "tests.engine.test_loss_scale"
-FP16 = {"precision": "fp16"}
+SMALL: dict[str, Any] = {"model_args": {"vocab": 29, "dim": 32, "layers": 1, "heads": 2, "dropout": 0.1}}
+FP16 = {"precision": "fp16", **SMALL}
 BAD, GROWS_AFTER = 3, 2
 
 
@@ -87,7 +87,7 @@ def test_an_infinite_gradient_skips_the_step_everywhere_and_halves_the_scale(ran
 def test_the_norm_that_is_clipped_is_that_of_the_loss_itself(tmp_path: Path) -> None:
     """E3: the scale, static or not, changes neither the norm nor the weights by more than what fp16 rounds away."""
     runs = [here(scales, toy_job(tmp_path, **FP16, loss_scale=scale), 3) for scale in ("dynamic", 1024.0, 100.0)]
-    plain = here(scales, toy_job(tmp_path), 3)
+    plain = here(scales, toy_job(tmp_path, **SMALL), 3)
     for found in runs:
         assert [norm for _, _, norm, _ in found] == pytest.approx([norm for _, _, norm, _ in plain], rel=0.02)
 
@@ -95,7 +95,7 @@ def test_the_norm_that_is_clipped_is_that_of_the_loss_itself(tmp_path: Path) -> 
 def test_the_scale_is_in_the_checkpoint_and_the_bits_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
     """E3, promises 1 and 4: 2×1, then from the bucket 1×3.  The control: fp32 ends with other bits."""
     settings: dict[str, Any] = {**FP16, "loss": f"{HERE}:infinite_once"}
-    alone = train_here(toy_job(tmp_path / "alone", **settings), STEPS)
+    alone = train_here(toy_job(tmp_path / "alone", **settings), BAD + 2)
     job = toy_job(tmp_path / "run", **settings)
     first = train(ranks, job, Layout(2, 1), BAD + 1)
     reader = Run.open(job).checkpoints.open(first.version)
@@ -104,16 +104,16 @@ def test_the_scale_is_in_the_checkpoint_and_the_bits_do_not_depend_on_the_layout
     raw = {name: bytearray(next(reader.read([scalars[name].whole()]))[1]) for name in SCALARS}
     stored = {name: torch.frombuffer(each, dtype=torch.float32).item() for name, each in raw.items()}
     assert stored == {"loss_scale": FIRST / 2, "good_steps": 1}
-    assert train(ranks, job, Layout(1, 3), STEPS, first.version).hash == alone.hash
-    assert train_here(toy_job(tmp_path / "high"), STEPS).hash != alone.hash
+    assert train(ranks, job, Layout(1, 3), BAD + 2, first.version).hash == alone.hash
+    assert train_here(toy_job(tmp_path / "high", **SMALL), BAD + 2).hash != alone.hash
 
 
 def test_a_branch_and_a_fork_may_turn_to_fp16(tmp_path: Path) -> None:
     """E3: where the checkpoint has no scale it begins with the first one.  The control: a scale that is there goes on."""
-    high = toy_job(tmp_path, steps=2, checkpoint={"save_every": 2})
+    high = toy_job(tmp_path, steps=2, checkpoint={"save_every": 2}, **SMALL)
     begin = partial(launch, local=True, show=lambda line: None)
     begin(high)
-    low = high.replace(steps=4, **FP16)
+    low = high.replace(steps=4, precision="fp16")
     for job, words in ((low, {"branch": True}), (low.replace(name="fork"), {"resume": "toy@2"}), (low.replace(steps=6), {"branch": True})):
         assert begin(job, **words).state == "Finished"
         newest = Run.open(job).newest()

@@ -14,6 +14,7 @@ from tests.support.ranks import Ranks
 from tests.support.segments import Trained, train, train_here
 from tests.support.toys import toy_job
 
+MODEL = {"vocab": 29, "dim": 16, "layers": 1, "heads": 2, "dropout": 0.1}
 SIZES = (48, 32, 80)
 FIRST, SECOND, BRANCH, LAST = [5, 3, 2], [1, 1, 2], 6, 12
 
@@ -21,7 +22,7 @@ FIRST, SECOND, BRANCH, LAST = [5, 3, 2], [1, 1, 2], 6, 12
 def mixed(folder: Path, weights: list[int], **changes: Any) -> Job:
     parts = [{"dataset": "tests.support.toys:Sums", "args": {"samples": samples}} for samples in SIZES]
     data = {"dataset": "elastic.data.mixture:Mixture", "args": {"parts": parts}, "weights": weights}
-    return toy_job(folder, steps=LAST, data=data, **changes)
+    return toy_job(folder, steps=LAST, data=data, model_args=MODEL, **changes)
 
 
 def by_part(*trained: Trained) -> list[Counter[int]]:

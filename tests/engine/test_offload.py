@@ -89,17 +89,17 @@ def test_sums_without_a_fixed_order_are_the_same_too(ranks: Ranks, tmp_path: Pat
 
 
 def test_a_run_in_one_process_resumes_where_it_saved(reference: Trained, tmp_path: Path) -> None:
-    """``--local`` has slots of its own, in its own memory.  The first attempt ends in step 5, after the save of step 4."""
+    """``--local`` has slots of its own, in its own memory.  The first attempt ends in step 3, after the save of step 2."""
     job = offloaded(
         tmp_path,
-        steps=12,
-        checkpoint={"save_every": 4},
-        faults=[{"point": "in_update", "step": 5, "kind": "exception", "generation": 1}],
+        steps=6,
+        checkpoint={"save_every": 2},
+        faults=[{"point": "in_update", "step": 3, "kind": "exception", "generation": 1}],
     )
     with pytest.raises(InjectedError):
         run_local(job, lambda line: None)
-    assert run_local(job, lambda line: None) == ("Finished", "all 12 steps are done", 12)
-    assert exported_hash(job) == alone(toy_job(tmp_path / "resident", steps=12)).hash != reference.hash
+    assert run_local(job, lambda line: None) == ("Finished", "all 6 steps are done", 6)
+    assert exported_hash(job) == alone(toy_job(tmp_path / "resident", steps=6)).hash != reference.hash
 
 
 def taken(world: World, job: Job) -> tuple[int, int, float]:

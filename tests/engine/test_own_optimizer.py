@@ -52,8 +52,13 @@ def without_place(parts: Sequence[Part], grads: Sequence[Tensor], hyper: Hyper) 
 WITHOUT_PLACE = Rule(MOMENTUM.moments, without_place, scalars=MOMENTUM.scalars)
 
 
+SMALL = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1}
+
+
 def own_job(bucket: Path, rule: str = "MOMENTUM", momentum: float = 0.9) -> Job:
-    return toy_job(bucket, optim={"lr": 1.0, "kind": f"tests.engine.test_own_optimizer:{rule}", "args": {"momentum": momentum}})
+    return toy_job(
+        bucket, model_args=SMALL, optim={"lr": 1.0, "kind": f"tests.engine.test_own_optimizer:{rule}", "args": {"momentum": momentum}}
+    )
 
 
 @pytest.fixture(scope="module")

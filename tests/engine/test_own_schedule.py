@@ -23,6 +23,7 @@ from tests.support.toys import toy_job
 pytestmark = pytest.mark.fast
 
 PEAK, STEPS = 1e-2, 9
+SMALL: dict[str, Any] = {"model_args": {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}, "global_batch": 4}
 HERE = "tests.engine.test_own_schedule"
 
 
@@ -58,7 +59,7 @@ def failing(step: int, steps: int) -> float:
 
 
 def own_job(bucket: Path | str, name: str = "cosine", **args: Any) -> Job:
-    return toy_job(bucket, steps=STEPS, optim={"lr": PEAK}, schedule={"kind": f"{HERE}:{name}", "args": args})
+    return toy_job(bucket, steps=STEPS, **SMALL, optim={"lr": PEAK}, schedule={"kind": f"{HERE}:{name}", "args": args})
 
 
 def interrupted(job: Job, at: int) -> list[StepLine]:
@@ -87,7 +88,7 @@ def logged(job: Job) -> list[float]:
 @pytest.mark.parametrize("kind", ["built in", "own"])
 def test_a5_the_curve_in_the_log_is_the_formula_at_every_step_over_a_resume(tmp_path: Path, kind: str) -> None:
     """A5: warmup, then cosine to exactly 0.1 × the maximum; shown and stored; with a stop at an arbitrary step."""
-    job = own_job(tmp_path) if kind == "own" else toy_job(tmp_path, steps=STEPS, optim={"lr": PEAK})
+    job = own_job(tmp_path) if kind == "own" else toy_job(tmp_path, steps=STEPS, **SMALL, optim={"lr": PEAK})
     formula = [PEAK * cosine(step, STEPS) for step in range(1, STEPS + 1)]
     shown = interrupted(job, 4)
     assert [line.lr for line in shown] == logged(job) == pytest.approx(formula, rel=1e-15)
@@ -97,7 +98,7 @@ def test_a5_the_curve_in_the_log_is_the_formula_at_every_step_over_a_resume(tmp_
 def test_l13_the_rate_of_an_own_schedule_is_the_one_that_trains(tmp_path: Path) -> None:
     """L13: the same curve gives the bits of the built-in one, also after a stop; another curve, and another argument, give others."""
     jobs = {name: own_job(tmp_path / name) for name in ("whole", "stopped")}
-    jobs["built in"] = toy_job(tmp_path / "built in", steps=STEPS, optim={"lr": PEAK})
+    jobs["built in"] = toy_job(tmp_path / "built in", steps=STEPS, **SMALL, optim={"lr": PEAK})
     jobs["argument"] = own_job(tmp_path / "argument", final=0.2)
     interrupted(jobs["stopped"], 5)
     for name in ("whole", "built in", "argument"):
@@ -112,7 +113,10 @@ def test_a_branch_goes_on_without_the_schedule_of_before(tmp_path: Path, monkeyp
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "gone_schedule.py").write_text("def half(step, steps):\n    return 0.5\n")
     for there in (True, False):
-        job, said = toy_job(tmp_path / str(there), steps=2, optim={"lr": PEAK}, schedule={"kind": "gone_schedule:half"}), list[str]()
+        job, said = (
+            toy_job(tmp_path / str(there), steps=2, **SMALL, optim={"lr": PEAK}, schedule={"kind": "gone_schedule:half"}),
+            list[str](),
+        )
         with monkeypatch.context() as patch:
             patch.syspath_prepend(tmp_path / "mine")
             launch(job, local=True, show=lambda line: None)

@@ -71,9 +71,9 @@ def test_randomness_outside_torch_is_seeded_and_left_alone() -> None:
 
 
 class Deep(nn.Module):
-    """Sixteen layers of 1 MiB, of which the constructor draws each, and ``init_weights`` draws each again."""
+    """Sixteen layers of 64 KiB, of which the constructor draws each, and ``init_weights`` draws each again."""
 
-    def __init__(self, layers: int = 16, dim: int = 512) -> None:
+    def __init__(self, layers: int = 16, dim: int = 128) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
 
@@ -102,7 +102,7 @@ def test_no_more_than_the_tensors_in_use_are_in_memory() -> None:
         passes, peak = initialise(Deep, CPU, 7, keep, nothing, moved, 0)
     finally:
         gc.unfreeze()
-    largest, whole = 512 * 512 * 4, 16 * (512 * 512 + 512) * 4
+    largest, whole = 128 * 128 * 4, 16 * (128 * 128 + 128) * 4
     assert passes == 1 and kept >= 64
     assert 2 * largest <= peak <= 3 * largest
     assert 0 < most <= 6 * largest < whole / 2
@@ -157,7 +157,7 @@ def test_values_read_again_are_laid_aside_only_if_they_are_needed() -> None:
     laid: list[tuple[str, int]] = []
     found, passes, _ = paged(Twice, 7, 0, lambda name, size: laid.append((name, size)))
     assert same(found, plain(Twice, 7))
-    assert passes == 2 and laid == [("layers.3.weight", 2**20), ("layers.5.weight", 2**20)]
+    assert passes == 2 and laid == [("layers.3.weight", 2**16), ("layers.5.weight", 2**16)]
 
 
 def test_memory_that_is_reached_without_an_operation_stays() -> None:

@@ -21,7 +21,8 @@ from tests.support.segments import compute, here, member, train, train_each, tra
 from tests.support.toys import toy_job
 
 BF16 = {"precision": "bf16"}
-STEPS = 4
+STEPS = 3
+TWO = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1}
 
 
 def dtypes(world: World, job: Job) -> dict[str, set[str]]:
@@ -162,7 +163,9 @@ def test_e4_the_loss_in_bf16_is_that_of_fp32_without_a_scaler(tmp_path: Path) ->
     """E4: within 1 % after 200 steps (mean of the last ten), no loss scaler.  The control: fifty steps earlier it is not."""
     last, earlier = {}, 0.0
     for precision in ("bf16", "fp32"):
-        job = toy_job(tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3})
+        job = toy_job(
+            tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3}, model_args=TWO
+        )
         curve, scalers = here(losses, job, 200)
         assert scalers == 0
         assert curve[-1] < 0.5 * curve[0]

@@ -8,7 +8,14 @@ from typing import Any
 from tests.support.segments import train_here
 from tests.support.toys import toy_job
 
-RAMP: dict[str, Any] = {"batch_ramp": {"start": 4, "increment": 4, "samples": 48}, "global_batch": 16, "microbatch": 2, "steps": 9}
+SMALL = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2, "dropout": 0.1}
+RAMP: dict[str, Any] = {
+    "batch_ramp": {"start": 4, "increment": 4, "samples": 48},
+    "global_batch": 16,
+    "microbatch": 2,
+    "steps": 9,
+    "model_args": SMALL,
+}
 SIZES = [4, 4, 4, 4, 8, 8, 12, 12, 16]
 
 

@@ -65,7 +65,7 @@ class Branches(nn.Module):
 
 
 def job(bucket: Path, kind: str, **changes: Any) -> Job:
-    return toy_job(bucket, model=f"{HERE}:Branches", model_args={"kind": kind}, **changes)
+    return toy_job(bucket, model=f"{HERE}:Branches", model_args={"kind": kind}, **{"global_batch": 8, **changes})
 
 
 def norms(world: World, job: Job, filled: bool) -> tuple[float, float]:

@@ -30,8 +30,11 @@ from tests.support.toys import Sums, toy_job
 HELD_OUT = {"every": 2, "samples": 7, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
 
 
+SMALL: dict[str, Any] = {"model_args": {"vocab": 29, "dim": 32, "layers": 1, "heads": 2, "dropout": 0.1}, "global_batch": 8}
+
+
 def validating(folder: Path, **changes: Any) -> Job:
-    return toy_job(folder, **{"validation": HELD_OUT} | changes)
+    return toy_job(folder, **SMALL | {"validation": HELD_OUT} | changes)
 
 
 def found(trained: Trained) -> dict[int, Validated]:
@@ -76,7 +79,7 @@ def test_l1_whatever_the_engine_does(ranks: Ranks, tmp_path: Path, changes: dict
 
     ``test_covering.py`` has all else that the engine does.
     """
-    jobs = [toy_job(tmp_path / "without", **changes), *(validating(tmp_path / name, **changes) for name in ("once", "twice"))]
+    jobs = [toy_job(tmp_path / "without", **SMALL | changes), *(validating(tmp_path / name, **changes) for name in ("once", "twice"))]
     without, *both = train_each(ranks, jobs, Layout(1, 2), 5)
     if changes.get("reproducible", True):
         assert {each.hash for each in both} == {without.hash}

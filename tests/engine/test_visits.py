@@ -277,7 +277,7 @@ def pieces(world: World, job: Job) -> int:
 
 
 def test_worlds_use_the_same_memory_of_the_host(tmp_path: Path) -> None:
-    found = [here(pieces, visiting(tmp_path / str(n))) for n in range(3)]
+    found = [here(pieces, visiting(tmp_path / str(n), **ONE_ROUND)) for n in range(3)]
     assert found[0] == found[1] == found[2] >= LAYERS + 1
 
 
@@ -397,7 +397,8 @@ def test_the_log_and_the_estimate_say_that_weights_are_on_the_host(ranks: Ranks,
 def test_weights_on_the_host_need_room_beside_the_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker is refused where slots fit alone; the control offloads the optimizer's state alone, and is not."""
     changes: dict[str, Any] = {"precision": "bf16", "copies": {"buddy_every": 0}, "workers": {"min": 1, "max": 1}}
-    tensors = tensors_of(build_model(visiting(tmp_path), builder_of(visiting(tmp_path))), rule_of(visiting(tmp_path)))
+    job = visiting(tmp_path)
+    tensors = tensors_of(build_model(job, builder_of(job)), rule_of(job))
     room = slots_a_worker(1, 0, offload=True) * bytes_of(tensors) + bytes_of(tensors) // 100
     monkeypatch.setattr(session, "free_memory", lambda: (room, "the node"))
     monkeypatch.setattr(session, "copies_here", lambda: (0, 0))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and most tests need none
     from tests.support.ranks import Ranks
     from tests.support.segments import Trained
 
-STEPS = 6
+STEPS = 4
 """Number of steps of the undisturbed run with which the others are compared."""
 
 

@@ -23,6 +23,7 @@ from tests.support.job_file import to_toml
 from tests.support.left import left_of
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, frozen, kill_all, wait_gone
+from tests.support.warm import SOCKET, Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "STARTED_BY_TEST"
@@ -126,15 +127,21 @@ def seen(folder: Path) -> list[str]:
 
 
 class Command:
-    """A process ``python -m elastic <arguments>`` in ``folder``, in a session of its own like that of a terminal."""
+    """A process ``python -m elastic <arguments>`` in ``folder``, in a session of its own like that of a terminal.
 
-    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+    With ``warm`` it is a fork of that process, so it has imported torch: the process of this command waits for it, and takes it along when
+    it dies.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, warm: Warm | None = None, **environment: str) -> None:
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         ours[NICENESS] = TUNED[NICENESS]  # of the workers of a cluster that it starts
         self.output = folder / f"output-{time.time_ns()}"
+        python = [sys.executable] if warm is None else [sys.executable, warm.program]
+        environment |= {} if warm is None else {SOCKET: warm.path}
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "elastic", *arguments],
+                [*python, "-m", "elastic", *arguments],
                 cwd=folder,
                 env={**ours, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", MARK: str(folder), **environment},
                 stdout=output,

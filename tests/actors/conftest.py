@@ -11,12 +11,11 @@ import ray
 from ray._private import state
 
 from actors import cluster
-from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.runs.run import Run
 from tests.support import warm
 from tests.support.budgets import ACTOR
-from tests.support.chaos import Trial, Witness, alone, trial
+from tests.support.chaos import Story, Trial, act_by, alone, comes, trial
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
 from tests.support.kills import undisturbed
@@ -106,15 +105,13 @@ def all_died(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "gates": gates}}
     job = toy_job(bucket, name="all-die", **DIED | {"data": data, "copies": {"copy_every": 0}})
 
-    def kill_all(witness: Witness, view: View) -> bool:
-        newest = Run.look(job).newest() if len(witness.seen) == 2 and view.step == DIES - 1 else None
-        if newest is None or newest.step < DIES - 1:
-            return False
+    def kill_all() -> Story:
+        yield from comes(lambda _, view: view.step == DIES - 1)
+        witness, _ = yield from comes(lambda *_: (newest := Run.look(job).newest()) is not None and newest.step == DIES - 1)
         for each in witness.seen.values():
             os.kill(each.process.pid, signal.SIGSTOP)  # frozen first: none sees another die
         for each in witness.seen.values():
             each.process.kill()
         (bucket / "gate").touch()
-        return True
 
-    return trial(job, kill_all)
+    return trial(job, act_by(kill_all()))

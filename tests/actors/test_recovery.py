@@ -25,7 +25,6 @@ from tests.support.left import GONE_S
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Machine, Watched
 from tests.support.toys import toy_job
-from tests.support.warm import Warm
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a Linear with a bias returns a view; nothing here writes into it
 
@@ -206,20 +205,20 @@ def assert_all_died(chaos: Trial, expected: Any, tier: str, after: range) -> Non
 
 
 @pytest.mark.must_run_in_ci
-def test_everything_is_killed_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Warm) -> None:
+def test_everything_is_killed_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H1: the same command goes on; every loss has the bits of the run that was never killed."""
-    chain(tmp_path, monkeypatch, "chain", forks, kills=1, seed=11, steps=10)
+    chain(tmp_path, monkeypatch, "chain", kills=1, seed=11, steps=10)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_everything_is_killed_at_twenty_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Warm) -> None:
+def test_everything_is_killed_at_twenty_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H1: twenty seeded random points."""
     for seed in range(10):
-        chain(tmp_path / str(seed), monkeypatch, f"chain{seed}", forks, kills=2, seed=seed, steps=16)
+        chain(tmp_path / str(seed), monkeypatch, f"chain{seed}", kills=2, seed=seed, steps=16)
 
 
-def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, warm: Warm, *, kills: int, seed: int, steps: int) -> None:
+def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, *, kills: int, seed: int, steps: int) -> None:
     expected, saw = undisturbed(folder / "local", package, monkeypatch, steps=steps)
     user_package(folder, package)
     paced = {"read_s": 0.03}  # so that it does not end before it is killed
@@ -229,14 +228,14 @@ def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, warm: War
     before = Machine.now(str(folder), package)
     for _ in range(kills):  # each life gets beyond a save that the one before did not reach
         done += rng.randrange(per_save, 2 * per_save - job.microbatches)
-        command = Command(folder, "train", "job.toml", "--local", warm=warm)
+        command = Command(folder, "train", "job.toml", "--local", warm=True)
         command.until(lambda done=done: len(seen(folder)) >= done)  # type: ignore[misc]
         (pid,) = {int(file.name) for file in (folder / "seen").iterdir()} - victims
         with Watched(pid) as victim:
             victim.kill()
             assert victim.wait(PATIENCE_S).signal is signal.SIGKILL and command.wait() != 0
         victims.add(pid)
-    assert Command(folder, "train", "job.toml", "--local", warm=warm).wait() == 0
+    assert Command(folder, "train", "job.toml", "--local", warm=True).wait() == 0
     assert_same_losses(seen(folder), saw, redone=kills * (per_save + job.microbatches))
     assert exported_hash(job) == expected
     before.assert_nothing_left(str(folder), GONE_S)

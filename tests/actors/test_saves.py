@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -17,7 +19,8 @@ from elastic.report.story import Sentence
 from elastic.runs.run import Run
 from elastic.state.region import Region
 from tests.support.chaos import Seen, Story, act_by, alone, assert_nothing_left, comes, trial
-from tests.support.patience import until
+from tests.support.patience import PATIENCE_S, until
+from tests.support.processes import Watched
 from tests.support.toys import LIGHT, toy_job
 
 STEPS, SAVE_EVERY = 22, 6
@@ -45,6 +48,13 @@ def uploaders(bucket: Path) -> Iterator[int]:
             yield int(folder.name)
 
 
+def parent_of(pid: int) -> str:
+    """Returns the command line of its parent; "" if it is gone."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(psutil.Process(psutil.Process(pid).ppid()).cmdline())
+    return ""
+
+
 def copied(seen: Seen, step: int) -> bool:
     """Returns True if the worker's copy of ``step`` is complete, in the memory that its keeper has open too."""
     region = Region.of_process(seen.process.pid, seen.counters["copies"])
@@ -58,7 +68,8 @@ def deaths(bucket: Path, job: Job) -> Story:
     """
 
     def stopped(*but: int) -> int:
-        (pid,) = until(lambda: [each for each in uploaders(bucket) if each not in but], what="there is no uploader")
+        """Stops the uploader of a keeper that lives: one that dies may have begun another one at its end."""
+        (pid,) = until(lambda: [each for each in uploaders(bucket) if each not in but and "ray::Keeper" in parent_of(each)])
         os.kill(pid, signal.SIGSTOP)
         return pid
 
@@ -79,7 +90,9 @@ def deaths(bucket: Path, job: Job) -> Story:
     assert stopped() == first
     (bucket / "12").touch()
     _, view = yield from comes(lambda _, view: view.step >= SECOND.step + 2)
-    ray.kill(ray.get_actor(f"{view.token}/keeper-{min(view.workers.values())[:12]}"), no_restart=True)  # the keeper, and its uploader
+    with Watched(psutil.Process(first).ppid()) as keeper:
+        ray.kill(ray.get_actor(f"{view.token}/keeper-{min(view.workers.values())[:12]}"), no_restart=True)  # the keeper, and its uploader
+        keeper.wait(PATIENCE_S)
     second = stopped(first)
     (bucket / "16").touch()
     yield from comes(lambda _, view: view.step >= THIRD.step + 2)

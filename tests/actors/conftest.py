@@ -1,3 +1,5 @@
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +11,11 @@ import ray
 from ray._private import state
 
 from actors import cluster
+from elastic.data.cursor import Cursor
+from elastic.runs.run import Run
 from tests.support import warm
 from tests.support.budgets import ACTOR
-from tests.support.chaos import alone
+from tests.support.chaos import Story, Trial, act_by, alone, comes, trial
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
 from tests.support.kills import undisturbed
@@ -78,3 +82,36 @@ def forty(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def sixty(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The result of a job for long tests."""
     return epoch(tmp_path_factory.mktemp("sixty"), 60)
+
+
+STEPS, DIES, SAVE_EVERY = 8, 7, 2
+"""Numbers of the run whose workers all die at once, in the step ``DIES``."""
+DIED: dict[str, Any] = {
+    "steps": STEPS,
+    "parallel": {"dp_replicate": 1},
+    "checkpoint": {"save_every": SAVE_EVERY},
+    "data": {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS}},
+    "model": "tests.engine.test_shared_weights:Sharing",
+    "model_args": {"kind": "weight"},
+    "microbatch": 4,
+}
+
+
+@pytest.fixture(scope="session")
+def all_died(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    """A run whose two workers are killed by SIGKILL in the step ``DIES``, when the step before is saved, and that keeps no copies."""
+    bucket = tmp_path_factory.mktemp("all-died")
+    gates = {str(Cursor(16 * STEPS, 16, 0, "permutation").ids(DIES)[0]): str(bucket / "gate")}
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "gates": gates}}
+    job = toy_job(bucket, name="all-die", **DIED | {"data": data, "copies": {"copy_every": 0}})
+
+    def kill_all() -> Story:
+        yield from comes(lambda _, view: view.step == DIES - 1)
+        witness, _ = yield from comes(lambda *_: (newest := Run.look(job).newest()) is not None and newest.step == DIES - 1)
+        for each in witness.seen.values():
+            os.kill(each.process.pid, signal.SIGSTOP)  # frozen first: none sees another die
+        for each in witness.seen.values():
+            each.process.kill()
+        (bucket / "gate").touch()
+
+    return trial(job, act_by(kill_all()))

@@ -27,7 +27,7 @@ from tests.support.commands import Command, assert_no_actor_left
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S
 from tests.support.state_hash import state_hash
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
 Shown = pytest.CaptureFixture[str]
 ROWS = 3
@@ -37,7 +37,7 @@ UNUSED = "workers.min = 2, parallel.dp_shard = 2, parallel.use = 'fit' have"
 
 def written(folder: Path, name: str = "toy", **changes: object) -> str:
     """Writes a job file and returns its path."""
-    job: Job = toy_job(folder / "bucket", name=name, **{"steps": 4, "checkpoint": {"save_every": 2}, **changes})
+    job: Job = toy_job(folder / "bucket", name=name, **{"steps": 4, "checkpoint": {"save_every": 2}, **LIGHT, **changes})
     path = folder / f"{name}.toml"
     path.write_text(to_toml(job))
     return str(path)
@@ -116,8 +116,8 @@ def test_local_says_what_it_does_not_use_and_how_it_goes_on(
 
 
 def test_simulate(capsys: Shown) -> None:
-    assert main(["simulate", "--seeds", "20"]) == 0
-    assert "20 seeds in " in capsys.readouterr().out
+    assert main(["simulate", "--seeds", "4"]) == 0
+    assert "4 seeds in " in capsys.readouterr().out
 
 
 def test_data_prepare(tmp_path: Path, capsys: Shown) -> None:
@@ -134,7 +134,7 @@ def test_data_prepare(tmp_path: Path, capsys: Shown) -> None:
 
 def test_a_cluster_that_does_not_start_is_said_in_a_sentence(tmp_path: Path) -> None:
     """Ray's own error comes from deep inside it, and would end with the exit code of an error of the job."""
-    command = Command(tmp_path, "train", written(tmp_path), RAY_TMPDIR=f"/tmp/{'far' * 40}")
+    command = Command(tmp_path, "train", written(tmp_path), warm=True, RAY_TMPDIR=f"/tmp/{'far' * 40}")
     assert command.wait() == 2
     (begins, line) = [line for line in command.text.splitlines() if "Ray cluster" in line]
     assert begins.endswith(" a Ray cluster starts on this machine, in 5 to 20 s"), "nothing else is printed for so long"

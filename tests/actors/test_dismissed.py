@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.coordinator import Coordinator, Lease, View
+from actors.coordinator import Coordinator, Lease
 from actors.keeper import GROUPS, Keeper
 from actors.living import attach
 from actors.logs import Logs
@@ -29,53 +29,54 @@ from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.counters import segment
 from storage.objects import ObjectStore
-from tests.support.chaos import assert_nothing_left, trial
+from tests.support.chaos import Story, act_by, assert_nothing_left, comes, trial
 from tests.support.patience import PATIENCE_S, until
 from tests.support.relay import Gatherer
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
-LEASE_S = 12.0
+LEASE_S = 6.0
+KNOWN = (WorkerId("w1"), WorkerId("w2"), WorkerId("w3"))
 LEFT = 3
 """Exit code of a worker that leaves because the run goes on without it."""
 
 
-def told_so(view: View, worker: WorkerId) -> None:
-    attach("given-up").post.remote(Lost(worker, "a mistake", certain=True))  # type: ignore[union-attr]
+def given_up(mistaken: list[WorkerId]) -> Story:
+    """Two workers are given up by mistake, each when it is one of two; then the run is stopped.
+
+    The coordinator is told that the first one has ended.  Of the second one the counters are removed, as a node does that is told to clean
+    its shared memory, and another keeper looks for them.
+    """
+    while len(mistaken) < 2:
+        _, view = yield from comes(
+            lambda witness, view: view.state == "Running" and len(view.workers) == 2 and view.workers.keys() <= witness.seen.keys()
+        )
+        worker = max(view.workers)
+        if not mistaken:
+            attach("given-up").post.remote(Lost(worker, "a mistake", certain=True))  # type: ignore[union-attr]
+        else:
+            segment(view.token, worker).unlink()
+            ray.kill(ray.get_actor(f"{view.token}/keeper-{view.workers[worker][:12]}"))
+        mistaken.append(worker)
+        yield from comes(lambda witness, _, worker=worker: witness.seen[worker].ended is not None)  # type: ignore[misc]
+    attach("given-up").stop.remote("they have ended")  # type: ignore[union-attr]
 
 
-def not_followed(view: View, worker: WorkerId) -> None:
-    """Removes the counters, as a node does that is told to clean its shared memory, and lets another keeper look for them."""
-    segment(view.token, worker).unlink()
-    ray.kill(ray.get_actor(f"{view.token}/keeper-{view.workers[worker][:12]}"))
-
-
-@pytest.mark.parametrize("mistake", [told_so, not_followed])
-def test_a_worker_that_the_run_has_given_up_leaves_by_itself(tmp_path: Path, mistake: Callable[[View, WorkerId], None]) -> None:
-    """The coordinator takes a living worker for one that has ended, so it kills nobody.  The worker hears so when it asks for its lease,
-    and ends itself.  One that cannot be followed is killed by its keeper.
+def test_a_worker_that_the_run_has_given_up_leaves_by_itself(tmp_path: Path) -> None:
+    """R9: the coordinator takes a living worker for one that has ended, so it kills nobody.  The worker hears so when it asks for its
+    lease, and ends itself.  One that cannot be followed is killed by its keeper.
     """
     mistaken = list[WorkerId]()
-
-    def act(witness: Any, view: Any) -> bool:
-        """Returns True once the worker that was given up has ended."""
-        if not mistaken and view.step >= 3 and len(view.workers) == 2:
-            mistaken.append(max(view.workers))
-            mistake(view, mistaken[0])
-        elif mistaken and witness.seen[mistaken[0]].ended is not None:
-            attach("given-up").stop.remote("it has ended")  # type: ignore[union-attr]
-            return True
-        return False
-
     deadlines = {"lease_s": 20, "grow_debounce_s": 0.5}  # the driver gives a new coordinator two leases to answer, and machines are loaded
-    job = toy_job(tmp_path, name="given-up", steps=100_000, workers={"min": 1, "max": 2}, deadlines=deadlines)
-    chaos = trial(job, act, hash_it=False)
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 1_600_000, "read_s": 0.1}}
+    job = toy_job(tmp_path, name="given-up", steps=100_000, workers={"min": 1, "max": 2}, deadlines=deadlines, data=data, **LIGHT)
+    chaos = trial(job, act_by(given_up(mistaken)), hash_it=False)
     assert chaos.result.state == "Stopped"
-    ended = chaos.witness.seen[mistaken[0]].ended
-    assert ended is not None and ended.status is not None
-    if mistake is told_so:
-        assert os.waitstatus_to_exitcode(ended.status) == LEFT, "nobody killed it"
-    (log,) = Path(job.bucket).glob(f"given-up/logs/*/{mistaken[0]}.log")
-    assert ("could not be followed" if mistake is not_followed else "the run goes on without this worker") in log.read_text()
+    told, unfollowed = (chaos.witness.seen[worker].ended for worker in mistaken)
+    assert told is not None and told.exit_code == LEFT, "nobody killed it"
+    assert unfollowed is not None and unfollowed.status is not None
+    for worker, words in zip(mistaken, ("the run goes on without this worker", "could not be followed"), strict=True):
+        (log,) = Path(job.bucket).glob(f"given-up/logs/*/{worker}.log")
+        assert words in log.read_text()
     assert_nothing_left(chaos)
 
 
@@ -229,26 +230,26 @@ def test_a_keeper_beats_at_each_tick_unless_its_last_beat_is_not_answered(prompt
 
 
 class LeaseDesk(Coordinator):
-    """The coordinator's answers to questions for the lease, with no run around them: it knows the worker w1 alone."""
+    """The coordinator's answers to questions for the lease, with no run around them: it knows the workers ``KNOWN`` alone."""
 
     def __init__(self) -> None:
-        known = SimpleNamespace(workers=("w1",), grants_lease=lambda generation: generation == 7, knows=lambda worker: worker == "w1")
+        known = SimpleNamespace(workers=KNOWN, grants_lease=lambda generation: generation == 7, knows=KNOWN.__contains__)
         self.recorded, self.inbox, self.incarnation = known, Inbox(time.monotonic), 3  # type: ignore[assignment]
         self.replicas = SimpleNamespace(holds=True, safe=SimpleNamespace(generation=7, history=SimpleNamespace(recorded_step=5)))  # type: ignore[assignment]
-        self.asked = {"directly": 0, "together": 0}
+        self.asked = Counter[tuple[WorkerId, str]]()
 
     def renew_all(self, asked: tuple[tuple[WorkerId, int], ...]) -> list[Lease]:
-        before, answers = self.asked["directly"], super().renew_all(asked)  # which asks ``renew`` for each
-        self.asked["together"] += self.asked["directly"] - before
-        self.asked["directly"] = before
+        answers = super().renew_all(asked)  # which asks ``renew`` for each
+        self.asked.update((worker, "together") for worker, _ in asked)
+        self.asked.subtract((worker, "directly") for worker, _ in asked)
         return answers
 
     def renew(self, worker: WorkerId, generation: int) -> Lease:
-        self.asked["directly"] += 1
+        self.asked[worker, "directly"] += 1
         return super().renew(worker, generation)
 
-    def read(self) -> dict[str, int]:
-        return self.asked
+    def read(self) -> dict[tuple[WorkerId, str], int]:
+        return +self.asked
 
 
 class Leased(LoneWorker):
@@ -262,24 +263,23 @@ class Leased(LoneWorker):
         return self.apply_fence.member.incarnation
 
 
-@pytest.mark.parametrize("through", ["its keeper", "nobody", "a dead keeper"])
-def test_a_worker_asks_for_its_lease_through_its_keeper_if_it_can(through: str) -> None:
+def test_a_worker_asks_for_its_lease_through_its_keeper_if_it_can() -> None:
     """N2.  The controls: without a keeper, or with one that does not answer, the worker asks the coordinator itself."""
-    groups = {"control": 1, **GROUPS}
     desk = ray.remote(num_cpus=0, concurrency_groups={"inbox": 1, "view": 1})(LeaseDesk).remote()
-    keeper = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(NodeId("n1"), desk) if through != "nobody" else None
-    if keeper is not None:
-        ray.get(keeper.pid.remote(), timeout=PATIENCE_S)  # a worker is told of a keeper that has come up
-    if through == "a dead keeper":
-        ray.kill(keeper)
-    known, stranger = (ray.remote(num_cpus=0, concurrency_groups=groups)(Leased).remote(name, desk, keeper) for name in ("w1", "w2"))
-    ray.get([known.begin.remote(), stranger.begin.remote()])
-    until(lambda: ray.get(known.heeds.remote()) == 3, what="it has heard the answer")
-    with pytest.raises(ray.exceptions.RayActorError):  # the run does not know it
-        ray.get(stranger.lives.remote(), timeout=PATIENCE_S)
-    asked = ray.get(desk.read.remote())
-    assert (asked["together"] > 0, asked["directly"] > 0) == (through == "its keeper", through != "its keeper")
-    for actor in (desk, known, *((keeper,) if through == "its keeper" else ())):
+    keeper, dead = (ray.remote(num_cpus=0, concurrency_groups=GROUPS)(Gatherer).remote(NodeId("n1"), desk) for _ in range(2))
+    ray.get([keeper.pid.remote(), dead.pid.remote()], timeout=PATIENCE_S)  # a worker is told of a keeper that has come up
+    ray.kill(dead)
+    leased = ray.remote(num_cpus=0, concurrency_groups={"control": 1, **GROUPS})(Leased)
+    known = [leased.remote(name, desk, through) for name, through in zip(KNOWN, (keeper, None, dead), strict=True)]
+    strangers = [leased.remote(f"stranger {number}", desk, through) for number, through in enumerate((keeper, None))]
+    ray.get([each.begin.remote() for each in (*known, *strangers)])
+    until(lambda: ray.get([each.heeds.remote() for each in known]) == [3] * len(known), what="they have heard the answer")
+    for stranger in strangers:
+        with pytest.raises(ray.exceptions.RayActorError):  # the run does not know it
+            ray.get(stranger.lives.remote(), timeout=PATIENCE_S)
+    asked = {each for each in ray.get(desk.read.remote()) if each[0] in KNOWN}
+    assert asked == {("w1", "together"), ("w2", "directly"), ("w3", "directly")}
+    for actor in (desk, keeper, *known):
         ray.kill(actor)
 
 

@@ -18,7 +18,7 @@ from elastic.train.local import run_local
 from tests.support.chaos import Trial, assert_nothing_left, exported_hash, samples, trial
 from tests.support.commands import assert_no_actor_left, user_job, user_package
 from tests.support.job_file import to_toml
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
 STEPS = 12
 
@@ -128,11 +128,11 @@ def test_a_result_without_a_traceback_is_the_platforms(tmp_path: Path) -> None:
 
 def test_l9_a_loss_that_returns_a_mean_is_refused_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """L9: the worker tries it before it joins, and the run ends as the job's fault; no world is formed."""
-    job = toy_job(tmp_path, name="mean", loss="tests.train.test_contract:mean_and_one")
+    job = toy_job(tmp_path, name="mean", loss="tests.train.test_contract:mean_and_one", workers={"max": 1}, **LIGHT)
     (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["train", str(tmp_path / "job.toml")]) == 1
     shown = capsys.readouterr().out
-    assert "loss = 'tests.train.test_contract:mean_and_one': of 2 samples it returns the count 1, and of their halves 1 and 1" in shown
+    assert "loss = 'tests.train.test_contract:mean_and_one': of 4 samples it returns the count 1, and of their halves 1 and 1" in shown
     assert "two scalars, the sum over the terms of the microbatch and their number, not a mean" in shown
     assert "form generation" not in shown and "Traceback" not in shown and "a Ray cluster starts" not in shown, "there is one already"
     assert_no_actor_left("mean")

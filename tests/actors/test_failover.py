@@ -12,7 +12,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,11 @@ from tests.support.chaos import Trial, Witness, assert_nothing_left, assert_surv
 from tests.support.commands import Command, view_of
 from tests.support.job_file import to_toml
 from tests.support.kills import SAMPLES
+from tests.support.kills import undisturbed as of_script
 from tests.support.left import left_of
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
 STEPS = 44
 GATE = 36
@@ -55,11 +56,11 @@ LONG = pytest.mark.full
 When = Callable[[View], bool]
 
 
-def job_of(bucket: Path, name: str, early: int = 0, **changes: Any) -> Job:
-    """Returns a job with a gate at step ``GATE`` and, if ``early`` is not 0, one at step ``early``."""
-    cursor, steps = Cursor(SAMPLES, 16, 0, "permutation"), {GATE: "gate"} | ({early: "early"} if early else {})
-    gates = {str(cursor.microbatch_ids(step, 0, 2)[0]): str(bucket / file) for step, file in steps.items()}
-    args = {"samples": SAMPLES, "read_s": 0.02, "gates": gates}
+def job_of(bucket: Path, name: str, gates: Mapping[int, str] = {GATE: "gate"}, **changes: Any) -> Job:
+    """Returns a job with gates: steps that wait until a file of that name is in the bucket."""
+    cursor = Cursor(SAMPLES, 16, 0, "permutation")
+    files = {str(cursor.ids(step)[0]): str(bucket / file) for step, file in gates.items()}
+    args = {"samples": SAMPLES, "read_s": 0.02, "gates": files}
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
@@ -76,8 +77,8 @@ class Killer:
     """Kills the coordinator at the first look at which the next of ``whens`` is true.
 
     After the last of them, or when ``opens`` is true, it opens the gate.  ``frozen_s``: time in seconds for which Ray cannot start the next
-    coordinator, or longer, until each worker has committed ``AHEAD`` steps.  ``disks_lost``: numbers, from 0, of the deaths in which the
-    coordinator's disk is lost too.
+    coordinator after the first death, or longer, until each worker has committed ``AHEAD`` steps.  ``disks_lost``: numbers, from 0, of the
+    deaths in which the coordinator's disk is lost too.
     """
 
     bucket: Path
@@ -87,7 +88,7 @@ class Killer:
     disks_lost: tuple[int, ...] = ()
     ends: list[Ended] = field(default_factory=list)
     committed: int = 0
-    """Number of steps committed between the last kill and the next coordinator's first moment, by the worker that committed least."""
+    """Number of steps committed between the first kill and the next coordinator's first moment, by the worker that committed least."""
     claimed: int = 0
     """Number of coordinators that had claimed the run by that moment."""
     _last: int = 0
@@ -104,7 +105,7 @@ class Killer:
         if view.pid != self._last and self.whens and self.whens[0](view):
             self.whens.pop(0)
             self._last = view.pid
-            before, maker = self.steps(witness), Maker(view.pid) if self.frozen_s else None
+            before, maker = self.steps(witness), Maker(view.pid) if self.frozen_s and not self.ends else None
 
             def ahead() -> int:
                 return min((after - before[worker] for worker, after in self.steps(witness).items()), default=0)
@@ -118,7 +119,7 @@ class Killer:
                     self.claimed = len(list((self.bucket / witness.job_name / "owner").iterdir()))
                     maker.let_go()
                 self.ends.append(coordinator.wait(PATIENCE_S))
-            self.committed = ahead()
+            self.committed = self.committed or ahead()
 
     def lose(self, view: View) -> None:
         for path in log_folder(view.token).glob(f"{WRITER}*"):
@@ -198,19 +199,23 @@ def assert_taken_over(chaos: Trial, killer: Killer, states: Sequence[str]) -> No
 
 
 class Zombie(Killer):
-    """Kills the coordinator and, when the next one has taken over, still gives orders in the name of the dead one."""
+    """When the second coordinator has taken over, it gives orders in the name of the dead one, and then opens the first gate."""
+
+    answer: Any = None
 
     def __call__(self, witness: Witness, view: View) -> bool:
-        self.look(witness, view)
-        if not self.ends or view.incarnation != 2 or view.state != "Running":
-            return False
+        if self.answer is None and self.ends and (view.incarnation, view.state) == (2, "Running"):
+            self.order(view)
+        return super().__call__(witness, view)
+
+    def order(self, view: View) -> None:
         workers = [ray.get_actor(f"{view.token}/{worker}", namespace=cluster.NAMESPACE) for worker in view.workers]
         heard = [
             each.__ray_call__.options(concurrency_group="control").remote(lambda worker: worker.apply_fence.member.incarnation)
             for each in workers
         ]
         if ray.get(heard) != [2, 2]:
-            return False
+            return
         for order in (("fence", 1), ("settle", 1, None), ("exit",), ("pause", 1, True)):
             ray.get([worker.obey.remote(1, *order) for worker in workers])
         (keeper,) = cluster.named(f"{view.token}/keeper-").values()
@@ -218,38 +223,27 @@ class Zombie(Killer):
             with pytest.raises(ray.exceptions.RayTaskError, match="was heard; the journal of coordinator 1"):
                 ray.get(call.remote(1, argument))
         self.answer = ray.get(keeper.copy.remote(1, 0, 0, b""))
-        (self.bucket / "gate").touch()
-        return True
+        (self.bucket / "zombie").touch()
 
 
 @pytest.mark.must_run_in_ci
-def test_workers_step_on_for_five_seconds_without_a_coordinator(tmp_path: Path, undisturbed: Any) -> None:
-    """R6, R9: its restart is held up on purpose; meanwhile the workers' own counters show at least five commits.
+def test_five_times_and_in_a_save_and_while_worlds_form(tmp_path: Path) -> None:
+    """R6, R8, R9: the coordinator dies while the run steps, right after a save began, again at once, and twice more while worlds form.
 
-    Then somebody gives orders in the name of the dead one: neither workers nor keepers heed them.
+    The first time its disk is lost too, and the bucket has nothing of the world yet: the next one knows only what the keeper has.  Its
+    restart is held up for five seconds on purpose; meanwhile the workers' own counters show at least five commits.  Then somebody gives
+    orders in the name of the dead one: neither workers nor keepers heed them.  The worlds that form follow the death of a worker.
     """
-    killer = Zombie(tmp_path, [running(5)], frozen_s=5.0)
-    chaos = trial(job_of(tmp_path, "five-seconds"), killer)
+    short: dict[str, Any] = {"steps": 24, **LIGHT}
+    whens = [running(3), lambda view: view.step >= 12, running(13), in_state("Forming", 2), in_state("Forming", 3)]
+    killer = Zombie(tmp_path, whens, frozen_s=5.0, opens=in_state("Stopping", 2), disks_lost=(0,))
+    gates = {12: "zombie", 16: "early", 20: "gate"}
+    chaos = trial(job_of(tmp_path, "again", gates, faults=[{"point": "backward", "step": 18, "world_rank": 1}], **short), killer)
     assert killer.claimed == 1, "nobody had taken over by then"
     assert killer.committed >= AHEAD
     assert killer.answer == DEPOSED
-    assert_taken_over(chaos, killer, ["Running"])
-    assert_survived(chaos, undisturbed, worlds=(2,), tiers=("init",))
-
-
-@pytest.mark.must_run_in_ci
-def test_three_times_and_in_a_save_and_while_a_world_forms(tmp_path: Path, undisturbed: Any) -> None:
-    """R6, R8: the coordinator dies while the run steps, right after a save began, again at once, and twice more while worlds form.
-
-    The first time its disk is lost too, and the bucket has nothing of the world yet: the next one knows only what the keeper has.  The
-    worlds that form follow the death of a worker.
-    """
-    whens = [running(3), lambda view: view.step >= 12, running(13), in_state("Forming", 2), in_state("Forming", 3)]
-    killer = Killer(tmp_path, whens, opens=in_state("Stopping", 2), disks_lost=(0,))
-    job = job_of(tmp_path, "again", 18, faults=[{"point": "backward", "step": 20, "world_rank": 1}])
-    chaos = trial(job, killer)
     assert_taken_over(chaos, killer, ["Running", "Running", "Running", "Forming", "Forming"])
-    assert_survived(chaos, undisturbed, worlds=(2, 1, 2), tiers=("init", "live", "live"))
+    assert_survived(chaos, of_script(tmp_path / "alone", **short), worlds=(2, 1, 2), tiers=("init", "live", "live"))
 
 
 @LONG  # above, coordinators die while it runs and forms; the simulator kills them in every state

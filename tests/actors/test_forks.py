@@ -18,9 +18,9 @@ from elastic.runs import branches
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
 from tests.support.chaos import alone, exported_hash
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
-SETTINGS: dict[str, Any] = {"schedule": {"kind": "constant"}, "parallel": {"dp_replicate": 1}, "checkpoint": {"save_every": 3}}
+SETTINGS: dict[str, Any] = {"schedule": {"kind": "constant"}, "parallel": {"dp_replicate": 1}, "checkpoint": {"save_every": 3}, **LIGHT}
 FAST = {"optim": {"lr": 2e-2}}
 
 

@@ -26,21 +26,21 @@ from elastic.protocol.events import KeeperLost
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
 from elastic.train.counters import OPERATIONS
-from tests.support.chaos import Trial, Witness, alone, assert_nothing_left, assert_survived, formed, trial
+from tests.support.chaos import ASK_S, Trial, Witness, alone, assert_nothing_left, assert_survived, formed, trial
 from tests.support.patience import PATIENCE_S
 from tests.support.room import Room
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 from tests.support.unhurried import Coordinator
 
-STEPS, STEP = 40, 5
+STEPS, STEP = 24, 5
 SAMPLES = 16 * STEPS
 """One epoch, so that each sample belongs to exactly one step."""
-READ_S, SLOW_S, CRAWL_S = 0.04, 0.12, 1.0
+READ_S, SLOW_S, CRAWL_S = 0.04, 0.12, 2.0
 """Times in seconds of a read: one that is short, one that paces a run, and one that holds it up until a newcomer has started."""
 
 
 def job_of(bucket: Path, name: str, workers: int, pace_s: float = SLOW_S, **changes: Any) -> Job:
-    """Returns a job whose steps take 4 × ``pace_s`` with two workers while there is no file ``hurry``: a newcomer takes seconds to start.
+    """Returns a job whose steps take 2 × ``pace_s`` with two workers while there is no file ``hurry``: a newcomer takes seconds to start.
 
     Nobody who lives is silent for as long as the deadlines last, however busy the machine is.
     """
@@ -51,13 +51,15 @@ def job_of(bucket: Path, name: str, workers: int, pace_s: float = SLOW_S, **chan
         "workers": {"min": 1, "max": workers},
         "deadlines": {"grow_debounce_s": 30, "stall_s": 8, "fence_s": 8},
     }
-    return toy_job(bucket, **(values | changes))
+    return toy_job(bucket, **(values | LIGHT | changes))
 
 
-@pytest.fixture
-def undisturbed(forty: Any) -> Any:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The result of the same job; only deadlines and pace differ."""
-    return forty
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "hurry").touch()
+    return alone(job_of(folder, "local", 1))
 
 
 def told(chaos: Trial) -> list[str]:
@@ -102,6 +104,7 @@ def test_whoever_hangs_is_named_and_replaced(
             hurry.unlink(missing_ok=True)
         return whole
 
+    crawl.look_s = ASK_S  # type: ignore[attr-defined]
     chaos = trial(job, crawl)
     tier = "host" if layout else "live"
     assert_survived(chaos, undisturbed, worlds=(3, 2, 3), tiers=("init", tier, "live"))
@@ -136,7 +139,7 @@ LATE_STEPS, LATE_STEP, STEP_S = 16, 9, 0.8
 
 def late(folder: Path, name: str, late_s: float) -> Trial:
     """Runs steps of ``STEP_S`` on two workers, of which one waits ``late_s`` for a sample; ``stall_s`` is 1 s."""
-    data = of_late(folder / f"{name}-mark", late_s, STEP_S / 4)
+    data = of_late(folder / f"{name}-mark", late_s, STEP_S / 2)
     return trial(job_of(folder, name, 2, steps=LATE_STEPS, data=data, deadlines={"stall_s": 1, "fence_s": 2}))
 
 

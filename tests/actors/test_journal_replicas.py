@@ -16,7 +16,7 @@ from elastic.control import codec
 from elastic.control.decision import Transition
 from elastic.control.run import RunState
 from elastic.ids import NodeId
-from elastic.protocol.authority import Authority, Replica
+from elastic.protocol.authority import Authority
 from elastic.protocol.events import Tick
 from elastic.runs.run import Run
 from storage import journal
@@ -24,23 +24,11 @@ from storage.errors import Deposed, Unavailable
 from storage.objects import Data, ObjectStore
 from tests.control.play import but
 from tests.support.patience import PATIENCE_S
+from tests.support.shelf import Shelf
 from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
 
 IN_BUCKET = "1 of 3 keepers held the journal in time, which was not enough; it is now in the bucket"
-
-
-class Shelf:
-    """The part of a keeper that holds the journal."""
-
-    def __init__(self) -> None:
-        self.replica = Replica()
-
-    def attach(self, incarnation: int) -> None:
-        self.replica.heed(incarnation)
-
-    def copy(self, incarnation: int, begin: int, at: int, data: bytes) -> int:
-        return self.replica.copy(incarnation, begin, at, data)
 
 
 class Store(Forwarding):
@@ -62,7 +50,8 @@ class Desk:
         opened = ObjectStore.open(job.bucket)
         self.run = Run(job, Store(opened))
         incarnation, asked_at = self.run.claim("here", "one", "a"), time.monotonic()
-        self.keepers: dict[NodeId, Any] = {NodeId(name): ray.remote(num_cpus=0)(Shelf).remote() for name in "abc"}
+        shelf = ray.remote(num_cpus=0)(Shelf)
+        self.keepers: dict[NodeId, Any] = {NodeId(name): shelf.remote() for name in "abc"}
         ray.get([keeper.attach.remote(1) for keeper in self.keepers.values()])  # they are up
         self.known = but(RunState.begin(1, 0.0), "cluster", keepers=tuple(self.keepers))
         self.journal = self.run.journal(folder / "journal", codec.snapshot(self.known))

@@ -14,12 +14,14 @@ import pytest
 from actors.cli import main
 from elastic.config.sections import Fault
 from elastic.runs.run import Run
+from tests.actors.test_reshaped_settings import CASES, assert_held, disturbed, settings_of
 from tests.support.chaos import Trial, assert_survived, assert_work, formed
 from tests.support.job_file import to_toml
 from tests.support.kills import (
     FATAL,
     LAYOUTS,
     POINTS,
+    STEPS,
     Script,
     again_and_again,
     down_again,
@@ -29,6 +31,7 @@ from tests.support.kills import (
     there_and_back,
     undisturbed,
 )
+from tests.support.toys import LIGHT
 
 
 def survives(script: Script, folder: Path, reference: Any) -> None:
@@ -98,20 +101,40 @@ def test_a_kill_while_weights_are_gathered(tmp_path: Path) -> None:
         assert re.search(rf"axes/gathers.py.*\n(.*\n){{1,20}}.*WorldBroken: {broken}", logs), broken
 
 
+DOCUMENTS = CASES["documents"]
+"""What the run below trains: packed documents, gradients that are sent in bf16 and summed in buckets, whole states."""
+
+
 @pytest.fixture(scope="module")
-def survived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, Trial]:
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return settings_of(DOCUMENTS, tmp_path_factory.mktemp("data")) | {"steps": STEPS, **LIGHT}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]) -> Any:
+    return undisturbed(tmp_path_factory.mktemp("expected"), **settings)
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]) -> tuple[Script, Trial]:
     """One run, kept for the negative controls."""
     script = down_again(down_and_up("replicate", "in_update", "healing", "exit"))
-    return script, perform(script, tmp_path_factory.mktemp("survived"), "kills")
+    return script, disturbed(script, tmp_path_factory.mktemp("survived"), "kills", settings)
 
 
 @pytest.mark.must_run_in_ci
-def test_replicas_in_the_update_and_while_healing(survived: tuple[Script, Trial], script_reference: Any) -> None:
-    """R1, R8, R14: 4→3→1→2→4→3→2→1, also between commit and update and in a save; a replica is left every time."""
+def test_replicas_in_the_update_and_while_healing(survived: tuple[Script, Trial], expected: Any) -> None:
+    """C7, E6, R1, R4, R8, R14: 4→3→1→2→4→3→2→1, also between commit and update and in a save; a replica is left every time."""
     script, chaos = survived
     assert script.worlds == [4, 3, 2, 1, 2, 2, 4, 3, 3, 2, 1]
     assert set(script.tiers) == {"init", "live"}
-    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
+    assert_survived(chaos, expected, worlds=script.worlds, tiers=script.tiers)
+    assert_held(chaos, DOCUMENTS, least=9)
+
+
+def test_what_the_wire_rounds_counts(tmp_path: Path, settings: dict[str, Any], expected: Any) -> None:
+    """The control: gradients that are sent as they are have other bits."""
+    assert undisturbed(tmp_path, **settings | {"reduction": {}}).hash != expected.hash
 
 
 def test_a_crash_has_left_its_traceback(survived: tuple[Script, Trial], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,23 +159,23 @@ WRONG_FAULTS: dict[str, Callable[[Fault], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_FAULTS)
-def test_a_fault_that_happened_otherwise_is_seen(survived: tuple[Script, Trial], script_reference: Any, wrong: str) -> None:
+def test_a_fault_that_happened_otherwise_is_seen(survived: tuple[Script, Trial], expected: Any, wrong: str) -> None:
     """Negative control: the same run, checked against faults that it did not have."""
     script, chaos = survived
     faults = [fault.model_dump() | WRONG_FAULTS[wrong](fault) for fault in chaos.job.faults]
     with pytest.raises(AssertionError):
-        assert_survived(replace(chaos, job=chaos.job.replace(faults=faults)), script_reference, worlds=script.worlds, tiers=script.tiers)
+        assert_survived(replace(chaos, job=chaos.job.replace(faults=faults)), expected, worlds=script.worlds, tiers=script.tiers)
 
 
-def test_a_step_dropped_or_done_twice_is_seen(survived: tuple[Script, Trial], script_reference: Any) -> None:
+def test_a_step_dropped_or_done_twice_is_seen(survived: tuple[Script, Trial], expected: Any) -> None:
     """Negative control of the ledger."""
     script, chaos = survived
     for steps in ({s: o for s, o in chaos.ledger.items() if s != 9}, chaos.ledger | {9: chaos.ledger[8]}):
         with pytest.raises(AssertionError):
-            assert_survived(replace(chaos, ledger=steps), script_reference, worlds=script.worlds, tiers=script.tiers)
+            assert_survived(replace(chaos, ledger=steps), expected, worlds=script.worlds, tiers=script.tiers)
 
 
-def test_worlds_and_tiers_that_were_others_are_seen(survived: tuple[Script, Trial], script_reference: Any) -> None:
+def test_worlds_and_tiers_that_were_others_are_seen(survived: tuple[Script, Trial], expected: Any) -> None:
     """Negative control of the path and of the tier."""
     script, chaos = survived
     for wrong in (
@@ -161,7 +184,7 @@ def test_worlds_and_tiers_that_were_others_are_seen(survived: tuple[Script, Tria
         {"tiers": ["init", "bucket", *script.tiers[2:]]},
     ):
         with pytest.raises(AssertionError):
-            assert_survived(chaos, script_reference, **({"worlds": script.worlds, "tiers": script.tiers} | wrong))
+            assert_survived(chaos, expected, **({"worlds": script.worlds, "tiers": script.tiers} | wrong))
 
 
 def test_work_done_again_in_secret_is_seen(survived: tuple[Script, Trial]) -> None:

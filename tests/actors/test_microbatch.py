@@ -20,7 +20,7 @@ from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run
 from elastic.train.estimate import by_recompute, tensors_of_job
 from tests.support.chaos import alone, assert_nothing_left, trial
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
 STEPS, STOP = 12, 4
 
@@ -29,7 +29,7 @@ def job_of(bucket: Path, device_gb: float | str, **changes: Any) -> Any:
     """Returns a job that is slow enough to be stopped on its way."""
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "read_s": 0.05}}
     workers = {"min": 1, "max": 2, "device_gb": device_gb}
-    return toy_job(bucket, **{"name": "auto", "steps": STEPS, "data": data, "workers": workers, "microbatch": "auto"} | changes)
+    return toy_job(bucket, **{"name": "auto", "steps": STEPS, "data": data, "workers": workers, **LIGHT, "microbatch": "auto"} | changes)
 
 
 @pytest.mark.full

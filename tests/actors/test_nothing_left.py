@@ -38,7 +38,7 @@ from tests.support.commands import assert_no_actor_left
 from tests.support.left import left_of
 from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import Watched
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
 NAME, TOKEN = "nobodys", "nobodys-0001-abcdef"
 RUN: Any = SimpleNamespace(job=SimpleNamespace(name=NAME), witness=SimpleNamespace(token=TOKEN, seen={}))
@@ -178,7 +178,7 @@ def test_a_run_that_ends_while_a_worker_starts_leaves_nothing(tmp_path: Path) ->
     It is stopped (SIGSTOP), so it lives until Ray uses SIGKILL, longer than the keeper.
     """
     hold, gate = tmp_path / "hold", tmp_path / "gate"
-    (sample,) = Cursor(64, 16, 0, "permutation").microbatch_ids(2, 0, 1)
+    sample = Cursor(64, 16, 0, "permutation").ids(2)[0]
 
     def act(witness: Witness, view: View) -> bool:
         if view.state == "Running" and len(view.workers) == 2 and not hold.exists():
@@ -191,7 +191,7 @@ def test_a_run_that_ends_while_a_worker_starts_leaves_nothing(tmp_path: Path) ->
         return True
 
     data = {"dataset": "tests.support.toys:Held", "args": {"hold": str(hold), "samples": 64, "gates": {str(sample): str(gate)}}}
-    chaos = trial(toy_job(tmp_path, name="early", steps=4, data=data, workers={"min": 1, "max": 2}), act)
+    chaos = trial(toy_job(tmp_path, name="early", steps=4, data=data, workers={"min": 1, "max": 2}, **LIGHT), act)
     assert chaos.result.state == "Finished" and not any("w3 joined" in line.text for line in chaos.lines if isinstance(line, Sentence))
     assert_nothing_left(chaos)
 

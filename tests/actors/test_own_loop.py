@@ -11,12 +11,13 @@ import pytest
 from tests.engine.test_own_schedule import cosine
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.own_loops import steps_in
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
 STEPS = 12
 OWN = {
     "optim": {"kind": "tests.support.own_optimizers:LION", "lr": 3e-3, "betas": [0.9, 0.99]},
     "schedule": {"kind": "tests.engine.test_own_schedule:cosine"},
+    **LIGHT,
 }
 FULL = pytest.mark.full
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors.launch import launch
 from actors.view import View
 from elastic.engine.optim.base import RULES
 from elastic.plan.memory import USABLE
@@ -20,19 +18,15 @@ from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run
 from elastic.train.local import run_local
 from elastic.train.model import build_model, builder_of
-from tests.support.chaos import REDONE, Witness, alone, assert_nothing_left, exported_hash, formed, samples, trial
+from tests.actors.conftest import DIED, DIES
+from tests.support.chaos import REDONE, Trial, Witness, alone, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.commands import Command, seen, user_job, user_package
 from tests.support.left import GONE_S
-from tests.support.processes import Machine
+from tests.support.patience import PATIENCE_S
+from tests.support.processes import Machine, Watched
 from tests.support.toys import toy_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a Linear with a bias returns a view; nothing here writes into it
-
-
-COPIES: Mapping[str, dict[str, Any]] = {
-    "bucket": {"copies": {"copy_every": 0}},
-    "host": {"copies": {"copy_every": 1}, "parallel": {"dp_replicate": 1}},
-}
 
 
 def undisturbed(folder: Path, package: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[str, list[str]]:
@@ -143,41 +137,24 @@ def needing(device_bytes_a_parameter: float) -> float:
     return device_bytes_a_parameter * elements / USABLE / 1e9
 
 
-def test_the_state_is_cut_as_the_devices_need_it(tmp_path: Path, forty: Any) -> None:
-    """Half of the state fits a device of 14 bytes a parameter, and the whole does not.
-
-    So two workers share it although the job would let them replicate it.  When one dies the other waits for the next one.
-    """
-    data = {"dataset": "tests.support.toys:Sums", "args": {**forty.job.data.args, "read_s": 0.01}}
-    job = toy_job(
-        tmp_path,
-        name="tight",
-        steps=forty.job.steps,
-        data=data,
-        workers={"min": 1, "max": 2, "device_gb": needing(14)},
-        faults=[{"point": "backward", "step": 11, "world_rank": 1}],
-    )
-    chaos = trial(job)
-    assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", forty.hash, forty.losses)
-    assert [(len(each.members), each.layout) for each in formed(Run.open(job).records())] == [(2, (1, 2)), (2, (1, 2))]
-    assert len(chaos.witness.killed()) == 1
-    assert any("2 workers or more must share the state" in line.text for line in chaos.lines if isinstance(line, Sentence))
-    assert_nothing_left(chaos)
-
-
 @pytest.mark.parametrize(("room", "zero"), [(15, ", zero = 2"), pytest.param(13, "", marks=pytest.mark.full)])
-def test_auto_gathers_once_a_step_where_devices_have_room(tmp_path: Path, room: float, zero: str) -> None:
-    """Half of the state fits these devices, and with 15 bytes a parameter also all weights in bf16.  A kill changes no bit.
+def test_the_state_is_cut_as_the_devices_need_it(tmp_path: Path, room: float, zero: str) -> None:
+    """Half of the state fits these devices, and the whole does not, so two workers share it although the job would let them replicate it.
+    When one dies the other waits for the next one, and no bit is changed.
 
-    The control has 13: there blocks are gathered one by one.
+    With 15 bytes a parameter all weights in bf16 have room beside it, and are gathered once a step.  The control has 13: there blocks are
+    gathered one by one.
     """
-    settings = {"steps": 14, "precision": "bf16"}
+    settings = {"steps": 10, "precision": "bf16"}
     expected = alone(toy_job(tmp_path / "alone", name="local", **settings))
     workers = {"min": 1, "max": 2, "device_gb": needing(room)}
-    job = toy_job(tmp_path, **settings, workers=workers, faults=[{"point": "backward", "step": 8, "world_rank": 1}])
+    job = toy_job(tmp_path, **settings, workers=workers, faults=[{"point": "backward", "step": 6, "world_rank": 1}])
     chaos = trial(job)
     assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
-    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "form generation" in line.text]
+    assert [(len(each.members), each.layout) for each in formed(Run.open(job).records())] == [(2, (1, 2)), (2, (1, 2))]
+    said = [line.text for line in chaos.lines if isinstance(line, Sentence)]
+    assert any("2 workers or more must share the state" in text for text in said)
+    told = [text for text in said if "form generation" in text]
     assert len(told) == 2 and all(f"(1×2{zero}) at step" in each for each in told), told
     logs = [log.read_text().splitlines() for log in Path(job.bucket).glob(f"{job.name}/logs/*/*.log")]
     held = [line for log in logs for line in log if "it holds" in line]
@@ -186,18 +163,20 @@ def test_auto_gathers_once_a_step_where_devices_have_room(tmp_path: Path, room: 
     assert_nothing_left(chaos)
 
 
-def test_a_state_that_fits_no_number_of_workers_is_refused(tmp_path: Path) -> None:
-    result = launch(toy_job(tmp_path, name="large", workers={"min": 1, "max": 2, "device_gb": needing(11)}))
-    assert result.state == "Failed" and "workers.max = 2: even if 2 of them share the state (" in result.reason, result
+def test_all_workers_die_at_once(all_died: Trial, tmp_path: Path) -> None:
+    """H2, R14: without anybody's help the coordinator starts new workers, which go on from the bucket.
+
+    Two blocks share a weight, and the workers share the state: a stage of ZeRO trains it that ``auto`` stands for.
+    """
+    assert_all_died(all_died, alone(toy_job(tmp_path, name="local", **DIED)), "bucket", range(DIES - 1, DIES))
 
 
-@pytest.mark.parametrize("tier", ["bucket", pytest.param("host", marks=pytest.mark.full)])
-def test_all_workers_die_at_once(tmp_path: Path, forty: Any, tier: str) -> None:
-    """H2, R14: without anybody's help the coordinator starts new workers, which go on from the bucket, or from what the dead ones have left
-    in the memory of their keeper."""
-    steps, save_every = forty.job.steps, 4 if tier == "bucket" else 100
+@pytest.mark.full
+def test_all_workers_die_at_once_and_leave_copies(tmp_path: Path, forty: Any) -> None:
+    """H2, R14: the new workers go on from what the dead ones have left in the memory of their keeper."""
     data = {"dataset": "tests.support.toys:Sums", "args": {**forty.job.data.args, "read_s": 0.01}}
-    job = toy_job(tmp_path, name="all-die", steps=steps, data=data, checkpoint={"save_every": save_every}, **COPIES[tier])
+    settings = {"checkpoint": {"save_every": 100}, "copies": {"copy_every": 1}, "parallel": {"dp_replicate": 1}}
+    job = toy_job(tmp_path, name="all-die", steps=forty.job.steps, data=data, **settings)
 
     def kill_all(witness: Witness, view: View) -> bool:
         if view.step < 11 or len(witness.seen) < 2:
@@ -208,34 +187,27 @@ def test_all_workers_die_at_once(tmp_path: Path, forty: Any, tier: str) -> None:
             each.process.kill()
         return True
 
-    chaos = trial(job, kill_all)
-    assert (chaos.result.state, chaos.hash) == ("Finished", forty.hash)
-    killed = {each.worker: each.final["step"] for each in chaos.witness.killed()}
-    assert sorted(killed) == ["w1", "w2"]
     # world rank 0 reported step 11; the other may have been about to apply it
-    assert all(10 <= step < steps - 1 for step in killed.values()), killed
+    assert_all_died(trial(job, kill_all), forty, "host", range(10, job.steps - 1))
+
+
+def assert_all_died(chaos: Trial, expected: Any, tier: str, after: range) -> None:
+    """Checks that both workers died after a step of ``after``, and that the next ones went on from ``tier`` to the expected end."""
+    steps, job = chaos.job.steps, chaos.job
+    assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
+    killed = {each.worker: each.final["step"] for each in chaos.witness.killed()}
+    assert sorted(killed) == ["w1", "w2"] and all(step in after for step in killed.values()), killed
     assert [step for step, _ in samples(chaos.ledger)] == list(range(1, steps + 1))
-    work = chaos.witness.total("microbatches_run")
-    again = 2 * save_every if tier == "bucket" else REDONE["host"](job)
-    assert steps * job.microbatches + (tier == "bucket") <= work <= (steps + again + 1) * job.microbatches
-    assert {each: chaos.witness.total(f"healed_{each}_bytes") > 0 for each in COPIES} == {each: each == tier for each in COPIES}
+    assert steps * job.microbatches <= chaos.witness.total("microbatches_run") <= (steps + REDONE[tier](job) + 1) * job.microbatches
+    healed = [each for each in ("bucket", "host") if chaos.witness.total(f"healed_{each}_bytes")]
+    assert healed == [tier]
     assert_nothing_left(chaos)
-
-
-def killed_and_resumed(folder: Path, package: str, start: Callable[[], Command], kill_at: list[int]) -> None:
-    """Starts the command and kills everything by SIGKILL, once for each number of seen microbatches in ``kill_at``; then lets it finish."""
-    for lines in kill_at:
-        command = start()
-        command.until(lambda lines=lines: len(seen(folder)) >= lines)  # type: ignore[misc]
-        ends = command.kill_everything()
-        assert ends and not (other := [end for end in ends if end.signal is not signal.SIGKILL]), other
-    assert start().wait() == 0
 
 
 @pytest.mark.must_run_in_ci
 def test_everything_is_killed_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H1: the same command goes on; every loss has the bits of the run that was never killed."""
-    chain(tmp_path, monkeypatch, "chain", kills=1, seed=11)
+    chain(tmp_path, monkeypatch, "chain", kills=1, seed=11, steps=10)
 
 
 @pytest.mark.full
@@ -243,21 +215,27 @@ def test_everything_is_killed_without_ray(tmp_path: Path, monkeypatch: pytest.Mo
 def test_everything_is_killed_at_twenty_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H1: twenty seeded random points."""
     for seed in range(10):
-        chain(tmp_path / str(seed), monkeypatch, f"chain{seed}", kills=2, seed=seed)
+        chain(tmp_path / str(seed), monkeypatch, f"chain{seed}", kills=2, seed=seed, steps=16)
 
 
-def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, *, kills: int, seed: int) -> None:
-    expected, saw = undisturbed(folder / "local", package, monkeypatch)
+def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, *, kills: int, seed: int, steps: int) -> None:
+    expected, saw = undisturbed(folder / "local", package, monkeypatch, steps=steps)
     user_package(folder, package)
     paced = {"read_s": 0.03}  # so that it does not end before it is killed
-    job = user_job(folder, package, data={"dataset": f"{package}.code:Walks", "args": paced})
+    job = user_job(folder, package, data={"dataset": f"{package}.code:Walks", "args": paced}, steps=steps)
     rng, per_save = random.Random(seed), job.checkpoint.save_every * job.microbatches
-    points, done = [], 0
+    done, victims = 0, set[int]()
+    before = Machine.now(str(folder), package)
     for _ in range(kills):  # each life gets beyond a save that the one before did not reach
         done += rng.randrange(per_save, 2 * per_save - job.microbatches)
-        points.append(done)
-    before = Machine.now(str(folder), package)
-    killed_and_resumed(folder, package, lambda: Command(folder, "train", "job.toml", "--local"), points)
+        command = Command(folder, "train", "job.toml", "--local", warm=True)
+        command.until(lambda done=done: len(seen(folder)) >= done)  # type: ignore[misc]
+        (pid,) = {int(file.name) for file in (folder / "seen").iterdir()} - victims
+        with Watched(pid) as victim:
+            victim.kill()
+            assert victim.wait(PATIENCE_S).signal is signal.SIGKILL and command.wait() != 0
+        victims.add(pid)
+    assert Command(folder, "train", "job.toml", "--local", warm=True).wait() == 0
     assert_same_losses(seen(folder), saw, redone=kills * (per_save + job.microbatches))
     assert exported_hash(job) == expected
     before.assert_nothing_left(str(folder), GONE_S)
@@ -271,7 +249,11 @@ def test_everything_is_killed_under_ray(tmp_path: Path, monkeypatch: pytest.Monk
     job = user_job(tmp_path, "whole", data={"dataset": "whole.code:Walks", "args": {"read_s": 0.02}})
     before = Machine.now(str(tmp_path), "whole")
     kill_at = random.Random(7).randrange(7 * job.microbatches, 10 * job.microbatches)
-    killed_and_resumed(tmp_path, "whole", lambda: Command(tmp_path, "train", "job.toml", "--address", "local"), [kill_at])
+    command = Command(tmp_path, "train", "job.toml", "--address", "local")
+    command.until(lambda: len(seen(tmp_path)) >= kill_at)
+    ends = command.kill_everything()
+    assert ends and not (other := [end for end in ends if end.signal is not signal.SIGKILL]), other
+    assert Command(tmp_path, "train", "job.toml", "--address", "local").wait() == 0
     assert_same_losses(seen(tmp_path), saw, redone=(2 * job.checkpoint.save_every + 1) * job.microbatches)
     assert exported_hash(job) == expected
     assert tip(Run.open(job).standing(0, 0.0).history.lineage).step == job.steps

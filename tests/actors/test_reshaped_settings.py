@@ -13,8 +13,8 @@ from elastic.report.story import Sentence
 from storage.datasets import Coding, write_dataset
 from storage.objects import ObjectStore
 from tests.data.texts import numbered
-from tests.support.chaos import assert_survived, validated
-from tests.support.kills import LAYOUTS, SAMPLES, one_after_another, perform, undisturbed
+from tests.support.chaos import Trial, assert_survived, validated
+from tests.support.kills import LAYOUTS, SAMPLES, Script, one_after_another, perform, undisturbed
 
 STEPS, LENGTH, END = 20, 16, 28
 SUMS = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}
@@ -103,7 +103,24 @@ def settings_of(case: Case, folder: Path) -> dict[str, Any]:
     return found | {"data": {**PACKED, "args": {**PACKED["args"], "path": str(folder / "tokens")}}}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "documents" else pytest.mark.full) for name in CASES])
+def disturbed(script: Script, folder: Path, name: str, settings: Mapping[str, Any]) -> Trial:
+    """Performs ``script`` with these settings; those of the script itself are its gates and its layout."""
+    gates, data = script.gates(folder, settings.get("global_batch", 16)), settings["data"]
+    parallel = {**LAYOUTS[script.layout], **settings.get("parallel", {})}
+    return perform(script, folder, name, **{**settings, "data": {**data, "args": {**data["args"], "gates": gates}}, "parallel": parallel})
+
+
+def assert_held(chaos: Trial, case: Case, least: int) -> None:
+    """Checks what the log of each worker says that it holds, of ``least`` worlds and workers, and what is said of the sums of gradients."""
+    logs = Path(chaos.job.bucket).glob(f"{chaos.job.name}/logs/*/w*.log")
+    held = [line for log in logs for line in log.read_text().splitlines() if "it holds" in line]
+    assert len(held) >= least and all(case.held in line for line in held), held
+    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "gradients are summed in" in line.text]
+    assert bool(told) is ("bucket_elements" in case.settings.get("parallel", {}))
+
+
+@pytest.mark.full  # test_kill_points has the documents by default
+@pytest.mark.parametrize("name", CASES)
 def test_a_smaller_and_a_larger_world_cost_no_bits(tmp_path: Path, name: str) -> None:
     """B15, C2, C7, E6, F1, F3, F5, F6, L1, R1, R4, R14: 3→2→3 (4→3→4, 2→1→2).  Undisturbed, one process computes all."""
     case = CASES[name]
@@ -117,14 +134,7 @@ def test_a_smaller_and_a_larger_world_cost_no_bits(tmp_path: Path, name: str) ->
         assert undisturbed(tmp_path / f"same{number}", **settings | other).hash == expected.hash, other
     script = one_after_another(case.layout, case.workers, [(case.point, "SIGKILL", 1)])
     assert script.worlds == [case.workers, case.workers - 1, case.workers]
-    data, gates = settings["data"], script.gates(tmp_path, settings.get("global_batch", 16))
-    parallel = {**LAYOUTS[case.layout], **settings.get("parallel", {})}
-    chaos = perform(
-        script, tmp_path, "killed", **settings | {"data": {**data, "args": {**data["args"], "gates": gates}}, "parallel": parallel}
-    )
+    chaos = disturbed(script, tmp_path, "killed", settings)
     assert_survived(chaos, expected, worlds=script.worlds, tiers=script.tiers)
     assert validated(chaos.lines) == expected.validated and bool(expected.validated) is ("validation" in case.settings)
-    held = [line for log in tmp_path.glob("killed/logs/*/w*.log") for line in log.read_text().splitlines() if "it holds" in line]
-    assert len(held) >= 3 * case.workers - 1 and all(case.held in line for line in held), held
-    told = [line.text for line in chaos.lines if isinstance(line, Sentence) and "gradients are summed in" in line.text]
-    assert bool(told) is ("bucket_elements" in parallel)
+    assert_held(chaos, case, least=3 * case.workers - 1)

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 import ray
 
-from actors.view import View
+from elastic.data.cursor import Cursor
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
 from elastic.state.region import Region
-from tests.support.chaos import Seen, Trial, Witness, alone, assert_nothing_left, trial
-from tests.support.patience import PATIENCE_S
-from tests.support.toys import toy_job
+from tests.support.chaos import Seen, Story, act_by, alone, assert_nothing_left, comes, trial
+from tests.support.patience import PATIENCE_S, until
+from tests.support.processes import Watched
+from tests.support.toys import LIGHT, toy_job
 
-STEPS, SAVED, NEXT = 26, 10, 20
-FIRST = Version(SAVED, 1)
-
-
-def job_of(bucket: Path, name: str, read_s: float = 0.03, save_every: int = 10) -> Job:
-    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "read_s": read_s}}
-    return toy_job(
-        bucket,
-        name=name,
-        steps=STEPS,
-        data=data,
-        workers={"min": 1, "max": 2},
-        checkpoint={"save_every": save_every},
-        deadlines={"grow_debounce_s": 30},
-    )
+STEPS, SAVE_EVERY = 22, 6
+FIRST, SECOND, THIRD, LAST = Version(6, 1), Version(12, 3), Version(18, 3), Version(STEPS, 3)
+GATES = (5, 10, 12, 16, 21)
+"""Steps that wait until a file of that name is in the bucket."""
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The undisturbed run: one process."""
-    return alone(job_of(tmp_path_factory.mktemp("alone"), "local", read_s=0.0))
+def job_of(bucket: Path, name: str) -> Job:
+    cursor = Cursor(16 * STEPS, 16, 0, "permutation")
+    gates = {str(cursor.ids(step)[0]): str(bucket / str(step)) for step in GATES}
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS, "gates": gates}}
+    settings = {"steps": STEPS, "data": data, "workers": {"min": 1, "max": 2}, "checkpoint": {"save_every": SAVE_EVERY}}
+    return toy_job(bucket, name=name, **settings, deadlines={"grow_debounce_s": 30, "stall_s": 120}, **LIGHT)
 
 
 def uploaders(bucket: Path) -> Iterator[int]:
@@ -56,99 +48,11 @@ def uploaders(bucket: Path) -> Iterator[int]:
             yield int(folder.name)
 
 
-class Strike:
-    """Stops the uploader (SIGSTOP) before the first save begins.
-
-    Two steps after that save it calls ``victim``, and once ``then`` is true it lets the uploader go on.
-    """
-
-    def __init__(self, bucket: Path, victim: Callable[[Witness, View, int], None], then: Callable[[View], bool]) -> None:
-        self.bucket, self.victim, self.then = bucket, victim, then
-        self.stopped = self.struck_at = 0
-
-    def __call__(self, witness: Witness, view: View) -> bool:
-        if not self.stopped and view.state == "Running" and len(view.workers) == 2 and (found := list(uploaders(self.bucket))):
-            assert view.step < SAVED, "it was there from the start"
-            (self.stopped,) = found
-            os.kill(self.stopped, signal.SIGSTOP)
-        elif self.stopped and not self.struck_at and view.step >= SAVED + 2:
-            self.struck_at = view.step
-            self.victim(witness, view, self.stopped)
-        elif self.struck_at and self.then(view):
-            if Path(f"/proc/{self.stopped}").exists():
-                os.kill(self.stopped, signal.SIGCONT)
-            return True
-        return False
-
-
-def said(chaos: Trial) -> str:
-    return "\n".join(line.text for line in chaos.lines if isinstance(line, Sentence))
-
-
-def assert_whole(chaos: Trial, reference: Any) -> None:
-    """The run's end is the undisturbed one's, every checkpoint of its history is good, and nothing is left."""
-    assert chaos.result.state == "Finished", chaos.result
-    assert (chaos.hash, chaos.losses) == (reference.hash, reference.losses)
-    run = Run.open(chaos.job)
-    assert all(run.checkpoints.verify(version).good for version in run.standing(0, 0.0).history.saved)
-    assert_nothing_left(chaos)
-    assert not list(uploaders(Path(chaos.job.bucket)))
-
-
-@pytest.mark.must_run_in_ci
-def test_a_worker_that_is_killed_does_not_end_a_save(tmp_path: Path, reference: Any) -> None:
-    """SIGKILL, while not a byte of the save is in the bucket: nothing is written again, the checkpoint is that of the first world."""
-
-    def kill(witness: Witness, view: View, uploader: int) -> None:
-        assert not Run.look(job).checkpoints.versions()
-        witness.seen["w2"].process.kill(signal.SIGKILL)
-
-    job = job_of(tmp_path, "worker")
-    strike = Strike(tmp_path, kill, lambda view: view.state == "Running" and view.generation == 2)
-    chaos = trial(job, strike)
-    assert_whole(chaos, reference)
-    (killed,) = chaos.witness.killed()
-    assert killed.worker == "w2" and SAVED < killed.final["step"] < NEXT
-    assert FIRST in Run.open(job).standing(0, 0.0).history.saved
-    manifest = Run.open(job).checkpoints.manifest(FIRST)
-    assert manifest.layout == {"dp_replicate": 2, "dp_shard": 1} and len(manifest.files) == 3, "both parts, the dead worker's too"
-    assert "the checkpoint of step 10 of generation 1 failed" not in said(chaos)
-
-
-@pytest.mark.full  # tests/state/test_uploads.py kills one without a run
-def test_an_uploader_that_is_killed_is_replaced(tmp_path: Path, reference: Any) -> None:
-    """SIGKILL, with the save in hand; another one writes it, and nobody else notices."""
-    after = list[int]()
-
-    def kill(witness: Witness, view: View, uploader: int) -> None:
-        os.kill(uploader, signal.SIGKILL)
-        until = time.monotonic() + PATIENCE_S
-        while not (others := [each for each in uploaders(tmp_path) if each != uploader]):
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        after.extend(others)
-
-    chaos = trial(job_of(tmp_path, "uploader"), Strike(tmp_path, kill, lambda view: True))
-    assert_whole(chaos, reference)
-    assert len(after) == 1 and chaos.witness.generation == 1
-    assert FIRST in Run.open(chaos.job).standing(0, 0.0).history.saved
-    assert "its uploader died" in said(chaos)
-
-
-@pytest.mark.must_run_in_ci
-def test_a_keeper_that_is_killed_takes_the_save_with_it_and_the_next_one_is_made(tmp_path: Path, reference: Any) -> None:
-    """The keeper's uploader ends with it.  The story says that the save failed; nobody waits for it, and steps go on."""
-
-    def kill(witness: Witness, view: View, uploader: int) -> None:
-        node = min(view.workers.values())
-        ray.kill(ray.get_actor(f"{view.token}/keeper-{node[:12]}"), no_restart=True)
-
-    chaos = trial(job_of(tmp_path, "keeper"), Strike(tmp_path, kill, lambda view: True))
-    assert_whole(chaos, reference)
-    saved = Run.open(chaos.job).standing(0, 0.0).history.saved
-    assert FIRST not in saved and any(SAVED < version.step < STEPS for version in saved), saved
-    assert "the checkpoint of step 10 of generation 1 failed (the keeper of node" in said(chaos)
-    assert chaos.witness.generation == 1
+def parent_of(pid: int) -> str:
+    """Returns the command line of its parent; "" if it is gone."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(psutil.Process(psutil.Process(pid).ppid()).cmdline())
+    return ""
 
 
 def copied(seen: Seen, step: int) -> bool:
@@ -157,29 +61,80 @@ def copied(seen: Seen, step: int) -> bool:
     return any(copy is not None and copy.version.step == step for copy in region.all_held())
 
 
+def deaths(bucket: Path, job: Job) -> Story:
+    """Stops the uploader (SIGSTOP) before each save begins; then somebody dies (SIGKILL) two steps later, and the uploader goes on.
+
+    So when that happens, no byte of the save is in the bucket.
+    """
+
+    def stopped(*but: int) -> int:
+        """Stops the uploader of a keeper that lives: one that dies may have begun another one at its end."""
+        (pid,) = until(lambda: [each for each in uploaders(bucket) if each not in but and "ray::Keeper" in parent_of(each)])
+        os.kill(pid, signal.SIGSTOP)
+        return pid
+
+    def saved(version: Version) -> bool:
+        return Run.look(job).newest() == version
+
+    yield from comes(lambda _, view: view.state == "Running" and len(view.workers) == 2)
+    first = stopped()
+    (bucket / "5").touch()
+    witness, _ = yield from comes(lambda _, view: view.step >= FIRST.step + 2)
+    assert not Run.look(job).checkpoints.versions()
+    witness.seen["w2"].process.kill()  # a worker
+    yield from comes(lambda _, view: (view.state, view.generation) == ("Running", 2))
+    os.kill(first, signal.SIGCONT)
+    yield from comes(lambda _, view: view.generation > 2 or view.state == "Stopping")
+    (bucket / "10").touch()
+    yield from comes(lambda _, view: (view.state, view.generation) == ("Running", 3) and saved(FIRST))
+    assert stopped() == first
+    (bucket / "12").touch()
+    _, view = yield from comes(lambda _, view: view.step >= SECOND.step + 2)
+    with Watched(psutil.Process(first).ppid()) as keeper:
+        ray.kill(ray.get_actor(f"{view.token}/keeper-{min(view.workers.values())[:12]}"), no_restart=True)  # the keeper, and its uploader
+        keeper.wait(PATIENCE_S)
+    second = stopped(first)
+    (bucket / "16").touch()
+    yield from comes(lambda _, view: view.step >= THIRD.step + 2)
+    os.kill(second, signal.SIGKILL)  # an uploader alone
+    yield from comes(lambda *_: saved(THIRD))
+    third = stopped(first, second)
+    (bucket / "21").touch()
+    witness, view = yield from comes(
+        lambda witness, view: view.state == "Finishing" and all(copied(witness.seen[each], STEPS) for each in view.workers)
+    )
+    for worker in view.workers:  # all that there are
+        witness.seen[worker].process.kill()
+    until(lambda: not any(witness.seen[worker].process.running for worker in view.workers))
+    os.kill(third, signal.SIGCONT)
+
+
 @pytest.mark.must_run_in_ci
-def test_the_last_save_needs_no_worker_any_more(tmp_path: Path, reference: Any) -> None:
-    """All are killed (SIGKILL) once their copies of the last step are complete: the run finishes, and no world is formed again."""
-    stopped, killed = list[int](), list[str]()
+def test_who_dies_during_a_save_ends_it_only_if_its_keeper_dies(tmp_path: Path) -> None:
+    """R1, R11: a worker that is killed does not end a save: nothing is written again, and the checkpoint is that of the first world.
 
-    def act(witness: Witness, view: View) -> bool:
-        if not stopped and view.state == "Running" and len(view.workers) == 2:
-            stopped.extend(uploaders(tmp_path))
-            for each in stopped:
-                os.kill(each, signal.SIGSTOP)
-        if view.state != "Finishing" or not all(copied(witness.seen[worker], STEPS) for worker in view.workers):
-            return False
-        for worker in view.workers:
-            witness.seen[worker].process.kill(signal.SIGKILL)
-            killed.append(worker)
-        until = time.monotonic() + PATIENCE_S
-        while any(witness.seen[worker].process.running for worker in killed):
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        os.kill(stopped[0], signal.SIGCONT)
-        return True
-
-    chaos = trial(job_of(tmp_path, "last", save_every=1000), act)
-    assert_whole(chaos, reference)
-    assert sorted(each.worker for each in chaos.witness.killed()) == sorted(killed) == ["w1", "w2"]
-    assert chaos.witness.generation == 1 and Run.open(chaos.job).standing(0, 0.0).history.saved == (Version(STEPS, 1),)
+    A keeper that is killed takes the save with it; the story says so, nobody waits for it, and the next one is made.  An uploader that is
+    killed is replaced, and another one writes the save.  The last save needs no worker any more: the run finishes, and no world is
+    formed again.
+    """
+    for gate in GATES:
+        (tmp_path / "alone").mkdir(exist_ok=True)
+        (tmp_path / "alone" / str(gate)).touch()
+    reference = alone(job_of(tmp_path / "alone", "local"))
+    job = job_of(tmp_path, "saves")
+    chaos = trial(job, act_by(deaths(tmp_path, job)))
+    assert chaos.result.state == "Finished", chaos.result
+    assert (chaos.hash, chaos.losses) == (reference.hash, reference.losses)
+    run = Run.open(job)
+    assert run.standing(0, 0.0).history.saved == (FIRST, THIRD, LAST) and chaos.witness.generation == 3
+    assert all(run.checkpoints.verify(version).good for version in (FIRST, THIRD, LAST))
+    killed = {each.worker: each.final["step"] for each in chaos.witness.killed()}
+    assert killed.keys() == {"w1", "w2", "w3"} and FIRST.step + 2 <= killed.pop("w2") < 10
+    assert {*killed.values()} == {STEPS}
+    manifest = run.checkpoints.manifest(FIRST)
+    assert manifest.layout == {"dp_replicate": 2, "dp_shard": 1} and len(manifest.files) == 3, "both parts, the dead worker's too"
+    said = "\n".join(line.text for line in chaos.lines if isinstance(line, Sentence))
+    assert f"the checkpoint of {FIRST} failed" not in said and f"the checkpoint of {THIRD} failed" not in said
+    assert f"the checkpoint of {SECOND} failed (the keeper of node" in said and "its uploader died" in said
+    assert_nothing_left(chaos)
+    assert not list(uploaders(tmp_path))

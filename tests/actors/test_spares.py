@@ -10,19 +10,27 @@ import ray
 
 from actors.view import View
 from elastic.data.cursor import Cursor
+from elastic.report.story import Sentence
 from elastic.runs.run import Run
-from tests.support.chaos import LEFT, Trial, Witness, assert_survived, formed, how, trial
-from tests.support.kills import SAMPLES, Cramp, Script, perform
+from tests.support.chaos import LEFT, Trial, Witness, assert_survived, formed, how, trial, validated
+from tests.support.kills import SAMPLES, Cramp, Script, perform, undisturbed
 from tests.support.room import Room
+from tests.support.toys import LIGHT
 
 STEP = 8
+SHORT = {"steps": 14, **LIGHT}
+HELD_OUT = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
 
 
-def struck(folder: Path, spares: int, layout: str = "replicate", tier: str = "live") -> tuple[Script, Trial]:
-    """Runs two members, of which one dies.  Without a spare there is room for another process; with a spare there is none."""
+def struck(folder: Path, spares: int, layout: str, tier: str, strike: tuple[str, int, int], **changes: Any) -> tuple[Script, Trial]:
+    """Runs two members, of which one dies.  Without a spare there is room for another process; with a spare there is none.
+
+    ``strike`` is the point at which it dies, its world rank, and the step.
+    """
+    point, rank, step = strike
     script = Script(layout, 2)
     script.form(2, "init")
-    script.fault("backward", "SIGKILL", 1, STEP)
+    script.fault(point, "SIGKILL", rank, step)
     script.form(2, tier)
     room, gate = Room(), folder / "gate"
     sample = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(STEP - 2, 0, 2)[0]
@@ -39,7 +47,9 @@ def struck(folder: Path, spares: int, layout: str = "replicate", tier: str = "li
     try:
         room.take(ray.cluster_resources()["CPU"] - 2 - spares)
         data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, "gates": {str(sample): str(gate)}}}
-        return script, trial(script.job(folder, "spares", data=data, workers={"min": 2, "max": 2, "spares": spares}), act)
+        return script, trial(
+            script.job(folder, "spares", data=data, workers={"min": 2, "max": 2, "spares": spares}, **SHORT, **changes), act
+        )
     finally:
         room.close()
 
@@ -54,26 +64,50 @@ def waited_for(chaos: Trial, generation: int = 2) -> list[str]:
     return started + [each["event"]["$"] for each in between if each["event"]["$"] == "Joined"]
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The result of the undisturbed run, which validates nothing."""
+    return undisturbed(tmp_path_factory.mktemp("reference"), **SHORT)
+
+
 @pytest.mark.must_run_in_ci
-@pytest.mark.parametrize(("layout", "tier"), [("replicate", "live"), pytest.param("shard", "host", marks=pytest.mark.full)])
-def test_a_spare_takes_a_dead_workers_seat(tmp_path: Path, script_reference: Any, layout: str, tier: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "tier", "rank"),
+    [("shard", "host", 0), *(pytest.param(*each, marks=pytest.mark.full) for each in (("shard", "host", 1), ("replicate", "live", 0)))],
+)
+def test_l1_r13_a_spare_takes_the_seat_of_a_worker_that_dies_in_a_validation(
+    tmp_path: Path, expected: Any, layout: str, tier: str, rank: int
+) -> None:
     """R13: three processes, no more, from first to last; a plan follows the loss at once, and the spare's state comes from the
-    survivor, or from what the dead worker has left in its keeper's memory."""
-    script, chaos = struck(tmp_path, 1, layout, tier)
-    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
+    survivor, or from what the dead worker has left in its keeper's memory.
+
+    L1: the next world stands at the same step and validates it again; each is told once, with the bits of one process without Ray.  The
+    bits of the training are those of a run without validations.
+    """
+    script, chaos = struck(tmp_path, 1, layout, tier, ("validation", rank, STEP + 1), validation=HELD_OUT)
+    assert_survived(chaos, expected, worlds=script.worlds, tiers=script.tiers)
     assert len(chaos.witness.seen) == 3 and waited_for(chaos) == []
     first, second = formed(Run.open(chaos.job).records())
     (spare,) = set(second.members) - set(first.members)
     (survivor,) = set(second.members) & set(first.members)
     assert chaos.witness.seen[spare].final[f"healed_{tier}_bytes"] > 0 and chaos.witness.seen[survivor].final["healed_live_bytes"] == 0
     assert chaos.witness.seen[spare].final["updates_applied"] == chaos.job.steps - second.step
+    (killed,) = chaos.witness.killed()
+    assert killed.final["step"] == STEP
+    scored = undisturbed(tmp_path / "validated", **SHORT, validation=HELD_OUT)
+    assert scored.hash == expected.hash and validated(chaos.lines) == scored.validated
+    assert [at for at, _ in scored.validated] == [4, STEP, 12, 14]
+    told = {at - 1: each.validated.mean for at, each in chaos.ledger.items() if each.validated is not None}
+    assert told == dict(scored.validated[:-1]), "no step follows the last one"
+    said = [line.text for line in chaos.lines if isinstance(line, Sentence) and "validation after step" in line.text]
+    assert [sum(f"validation after step {at}: loss {loss:.6g}" in text for text in said) for at, loss in scored.validated] == [1] * 4
 
 
 @pytest.mark.full
-def test_without_a_spare_another_process_is_waited_for(tmp_path: Path, script_reference: Any) -> None:
+def test_without_a_spare_another_process_is_waited_for(tmp_path: Path, expected: Any) -> None:
     """The control: the next world forms only after another process has been started and has joined."""
-    script, chaos = struck(tmp_path, spares=0)
-    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
+    script, chaos = struck(tmp_path, 0, "replicate", "live", ("backward", 1, STEP))
+    assert_survived(chaos, expected, worlds=script.worlds, tiers=script.tiers)
     assert len(chaos.witness.seen) == 3 and waited_for(chaos) == ["StartWorkers", "Joined"]
 
 

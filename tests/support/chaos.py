@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,6 +19,7 @@ import ray
 
 from actors.launch import Result, launch
 from actors.living import attach
+from actors.view import View
 from elastic.control import codec
 from elastic.data.cursor import Cursor
 from elastic.imports import load
@@ -61,36 +62,41 @@ class Seen:
 
 
 class Witness(threading.Thread):
-    """Follows every worker process of a run.  ``act(witness, view)`` may interfere; it is called until it returns True."""
+    """Follows every worker process of a run.  ``act(witness, view)`` may interfere; it is called until it returns True.
+
+    It is called every 5 ms, or every ``act.look_s`` seconds: each look takes time of the processor from the run.
+    """
 
     def __init__(self, name: str, act: Any = None) -> None:
         super().__init__(daemon=True)
+        self.look_s = getattr(act, "look_s", 0.005)
         self.job_name, self.act, self.seen, self.done = name, act, {}, threading.Event()  # type: ignore[var-annotated]
         self.token = ""
         self.generation = 0
         self.asked_at = 0.0
         """Time of the last question to the coordinator, by the monotonic clock."""
         self.errors: list[BaseException] = []
+        self._coordinator: Any = None
 
     def run(self) -> None:
         try:
             while not self.done.is_set():
                 self._look()
-                time.sleep(0.005 if self.act is not None else 0.02)  # whoever interferes must meet a state that lasts a moment
+                time.sleep(self.look_s if self.act is not None else 0.02)  # whoever interferes must meet a state that lasts a moment
         except BaseException as error:  # shown by ``close``; nobody steers the run any more, so it ends
             self.errors.append(error)
-            coordinator = attach(self.job_name)
-            if coordinator is not None:
+            if (coordinator := attach(self.job_name)) is not None:
                 ray.kill(coordinator)
 
     def _look(self) -> None:
         due = self.act is not None or time.monotonic() > self.asked_at + ASK_S
-        coordinator = attach(self.job_name) if due and ray.is_initialized() else None  # else Ray would join any cluster of this machine
-        if coordinator is not None:
+        if due and self._coordinator is None and ray.is_initialized():  # else Ray would join any cluster of this machine
+            self._coordinator = attach(self.job_name)
+        if due and self._coordinator is not None:
             try:
-                view = ray.get(coordinator.view.remote(10**9), timeout=5)
+                view = ray.get(self._coordinator.view.remote(10**9), timeout=5)
             except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-                view = None
+                view = self._coordinator = None
             if view is not None:
                 self.token, self.generation, self.asked_at = view.token, max(self.generation, view.generation), time.monotonic()
                 if self.act is not None and self.act(self, view):
@@ -127,6 +133,32 @@ class Witness(threading.Thread):
 
     def killed(self, by: signal.Signals = signal.SIGKILL) -> list[Seen]:
         return [each for each in self.seen.values() if each.ended is not None and each.ended.signal is by]
+
+
+Story = Generator[None, tuple[Witness, View], None]
+"""What happens to a run, one thing after the other; it gets each look at the run."""
+
+
+def act_by(story: Story) -> Callable[[Witness, View], bool]:
+    """Returns the ``act`` of a witness by which ``story`` happens.  What the story waits for lasts, so it is not looked for so often."""
+    next(story)
+
+    def act(witness: Witness, view: View) -> bool:
+        try:
+            story.send((witness, view))
+        except StopIteration:
+            return True
+        return False
+
+    act.look_s = ASK_S  # type: ignore[attr-defined]
+    return act
+
+
+def comes(true: Callable[[Witness, View], Any]) -> Generator[None, tuple[Witness, View], tuple[Witness, View]]:
+    """Waits, in a story, for a look at which ``true``, and returns it."""
+    while not true(*(look := (yield))):
+        pass
+    return look
 
 
 @dataclass

@@ -17,7 +17,7 @@ import ray
 from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.job import Job
-from tests.support.chaos import Trial, Witness, alone, trial
+from tests.support.chaos import ASK_S, Trial, Witness, alone, trial
 from tests.support.room import Room
 from tests.support.toys import toy_job
 
@@ -129,6 +129,8 @@ def gate(bucket: Path, at: Grow | Cramp) -> Path:
 
 class Director:
     """The function that a trial calls at every look.  It opens the gates, and gives and takes room."""
+
+    look_s = ASK_S
 
     def __init__(self, script: Script, bucket: Path, room: Room) -> None:
         self.bucket, self.room = bucket, room

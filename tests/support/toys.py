@@ -204,11 +204,13 @@ def batch_normed(**args: Any) -> nn.Module:
     return BatchNormed(**args)
 
 
-SMALL: dict[str, Any] = {
+SMALL: Mapping[str, Any] = {
     "model_args": {"vocab": 29, "dim": 16, "layers": 2, "heads": 2, "dropout": 0.1},
     "global_batch": 8,
 }
 """Changes of :func:`toy_job` for a smaller model and half of the microbatches."""
+LIGHT: Mapping[str, Any] = {"model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1}, "microbatch": 4}
+"""Settings of :func:`toy_job` with which a step takes a third of the time of the processor: two layers, and 4 microbatches a step."""
 
 
 def toy_job(bucket: Path | str, **changes: Any) -> Job:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from actors.launch import launch
 from elastic.engine.axes.split import tell_of_reads
 from elastic.engine.loss import next_token
 from elastic.engine.world import World
@@ -22,9 +21,8 @@ from elastic.plan.layout import Layout
 from elastic.train.blame import classify
 from elastic.train.model import build_model, builder_of, in_its_stage
 from elastic.train.preflight import preflight
-from tests.support.chaos import exported_hash
 from tests.support.ranks import Ranks
-from tests.support.segments import member, train
+from tests.support.segments import member, train, train_here
 from tests.support.toys import toy_job
 
 SHARED = {
@@ -91,26 +89,29 @@ def sharing(folder: Path, kind: str, zero: int | str = "auto", **changes: Any) -
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_stage_3_is_refused_with_both_names_of_the_weight(tmp_path: Path, kind: str) -> None:
-    """The controls: the other stages, and one worker, can train it; a weight that is shared within the rest of the model is no problem.
-
-    Nor is a format of all of a block, or of what is frozen.
-    """
     with pytest.raises(ModelError) as refused:
         preflight(sharing(tmp_path, kind, 3))
     said = str(refused.value)
     assert all(repr(name) in said for name in SHARED[kind]) and said.startswith("parallel.zero = 3: ") and "parallel.zero = 2" in said
-    for zero in (0, 1, 2, "auto"):
+
+
+def test_what_can_be_trained_is_not_refused(tmp_path: Path) -> None:
+    """The controls: the other stages, and one worker, can train it; a weight that is shared within the rest of the model is no problem.
+
+    Nor is a format of all of a block, or of what is frozen.
+    """
+    for kind, zero in (("weight", 0), ("format in a block", 1), ("block", 2), ("rest", "auto")):
         preflight(sharing(tmp_path, kind, zero))
-    preflight(sharing(tmp_path, kind, 3, workers={"max": 1}))
-    preflight(sharing(tmp_path, kind, 3), local=True)
+    preflight(sharing(tmp_path, "weight", 3, workers={"max": 1}))
+    preflight(sharing(tmp_path, "format", 3), local=True)
     for fine in ("", "format of a block", "frozen"):
         preflight(sharing(tmp_path, fine, 3))
 
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_auto_stands_for_a_stage_that_trains_it(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    """All layouts have the bits of one worker.  The control: stage 3 ends in an error of torch, and without sharing ``auto`` stays."""
-    one = train(ranks, sharing(tmp_path / "one", kind), Layout(1, 1), 2)
+    """All layouts have the bits of one worker.  Without sharing ``auto`` stays."""
+    one = train_here(sharing(tmp_path / "one", kind), 2)
     job = sharing(tmp_path / "auto", kind)
     chosen = in_its_stage(job, build_model(job, builder_of(job)))
     assert chosen.parallel.zero == 2
@@ -119,13 +120,18 @@ def test_auto_stands_for_a_stage_that_trains_it(ranks: Ranks, tmp_path: Path, ki
         assert found.hash == one.hash, layout
     plain = sharing(tmp_path, "")
     assert in_its_stage(plain, build_model(plain, builder_of(plain))) is plain
+
+
+@pytest.mark.parametrize("kind", ["weight", "module", "format"])
+def test_stage_3_could_not_train_it(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """The control: it ends in an error of torch."""
     with pytest.raises(AssertionError, match=r"FSDP group|module once|Invariant|uniform original parameter dtype"):
-        train(ranks, sharing(tmp_path / "split", kind, 3), Layout(1, 2), 2)
+        train(ranks, sharing(tmp_path, kind, 3), Layout(1, 2), 2)
 
 
 @pytest.mark.parametrize("kind", ["format of a block", "frozen"])
 def test_stage_3_trains_the_formats_that_are_not_refused(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    one = train(ranks, sharing(tmp_path / "one", kind), Layout(1, 1), 2)
+    one = train_here(sharing(tmp_path / "one", kind), 2)
     assert train(ranks, sharing(tmp_path / "two", kind, 3), Layout(1, 2), 2).hash == one.hash
 
 
@@ -152,19 +158,5 @@ def test_a_weight_that_is_read_outside_its_block_is_told_of(ranks: Ranks, tmp_pa
     for cause, words in ranks.run(Layout(1, 2), told, job):
         assert cause == "job"
         assert "with parallel.zero = 3 a weight is whole only while the block that has it runs" in words and "parallel.zero = 2" in words
-    one, two = (
-        train(ranks, job.in_stage(2).replace(bucket=str(tmp_path / str(layout))), layout, 2) for layout in (Layout(1, 1), Layout(1, 2))
-    )
-    assert two.hash == one.hash
-
-
-def test_a_run_whose_workers_share_the_state_trains_it(tmp_path: Path) -> None:
-    settings = {"steps": 2, "checkpoint": {"save_every": 2}}
-    shared = {"workers": {"min": 2, "max": 2}, "parallel": {"dp_shard": 2}}
-    found = []
-    for name, local, changes in (("one", True, {}), ("two", False, shared)):
-        job = sharing(tmp_path / name, "weight", **settings, **changes)
-        result = launch(job, local=local)
-        assert result.state == "Finished", result
-        found.append(exported_hash(job))
-    assert found[0] == found[1]
+    one = train_here(job.replace(bucket=str(tmp_path / "one")), 2)
+    assert train(ranks, job.in_stage(2).replace(bucket=str(tmp_path / "two")), Layout(1, 2), 2).hash == one.hash

@@ -61,10 +61,14 @@ class Seen:
 
 
 class Witness(threading.Thread):
-    """Follows every worker process of a run.  ``act(witness, view)`` may interfere; it is called until it returns True."""
+    """Follows every worker process of a run.  ``act(witness, view)`` may interfere; it is called until it returns True.
+
+    It is called every 5 ms, or every ``act.look_s`` seconds: each look takes time of the processor from the run.
+    """
 
     def __init__(self, name: str, act: Any = None) -> None:
         super().__init__(daemon=True)
+        self.look_s = getattr(act, "look_s", 0.005)
         self.job_name, self.act, self.seen, self.done = name, act, {}, threading.Event()  # type: ignore[var-annotated]
         self.token = ""
         self.generation = 0
@@ -76,7 +80,7 @@ class Witness(threading.Thread):
         try:
             while not self.done.is_set():
                 self._look()
-                time.sleep(0.005 if self.act is not None else 0.02)  # whoever interferes must meet a state that lasts a moment
+                time.sleep(self.look_s if self.act is not None else 0.02)  # whoever interferes must meet a state that lasts a moment
         except BaseException as error:  # shown by ``close``; nobody steers the run any more, so it ends
             self.errors.append(error)
             coordinator = attach(self.job_name)

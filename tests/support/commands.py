@@ -18,6 +18,7 @@ import ray
 from actors.living import attach
 from actors.view import View
 from elastic.job import Job
+from tests.support import warm
 from tests.support.clusters import NICENESS, TUNED
 from tests.support.job_file import to_toml
 from tests.support.left import left_of
@@ -25,6 +26,8 @@ from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, frozen, kill_all, wait_gone
 
 ROOT = Path(__file__).resolve().parents[2]
+FORK = warm.__file__
+"""The program that has a fork do what ``python`` with the arguments after it would do."""
 MARK = "STARTED_BY_TEST"
 
 
@@ -126,15 +129,18 @@ def seen(folder: Path) -> list[str]:
 
 
 class Command:
-    """A process ``python -m elastic <arguments>`` in ``folder``, in a session of its own like that of a terminal."""
+    """A process ``python -m elastic <arguments>`` in ``folder``, in a session of its own like that of a terminal.
 
-    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+    If it is ``warm``, it is a fork of the process that the tests' cluster has its workers from; it gets the signals that this one gets.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, warm: bool = False, **environment: str) -> None:
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         ours[NICENESS] = TUNED[NICENESS]  # of the workers of a cluster that it starts
         self.output = folder / f"output-{time.time_ns()}"
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "elastic", *arguments],
+                [sys.executable, *[FORK] * warm, "-m", "elastic", *arguments],
                 cwd=folder,
                 env={**ours, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", MARK: str(folder), **environment},
                 stdout=output,

@@ -34,7 +34,7 @@ def reached(name: str, step: int) -> bool:
 
 def check_that_who_trains_it_attaches(folder: Path, job: Job, note: str) -> None:
     """Checks that a command of another process finds ``job``.  The control: a run of that name in another bucket is another run."""
-    first = Command(folder, "train", file_of(folder, job))
+    first = Command(folder, "train", file_of(folder, job), warm=True)
     try:
         first.until(lambda: "attached to" in first.text or "a Ray cluster starts" in first.text)
         assert f"attached to {job.name}, which runs on this cluster already" in first.text and note in first.text, first.text
@@ -43,9 +43,9 @@ def check_that_who_trains_it_attaches(folder: Path, job: Job, note: str) -> None
     finally:
         if first.process.poll() is None:
             first.kill_everything()
-    alone = Command(folder, "train", file_of(folder, job), "--local")
+    alone = Command(folder, "train", file_of(folder, job), "--local", warm=True)
     assert alone.wait() == 1 and "this run lives on the cluster at" in " ".join(alone.text.split()), alone.text
-    other = Command(folder, "train", file_of(folder, job.replace(bucket=str(folder / "third"), steps=4)), "--local")
+    other = Command(folder, "train", file_of(folder, job.replace(bucket=str(folder / "third"), steps=4)), "--local", warm=True)
     assert other.wait() == 0, other.text
 
 
@@ -70,7 +70,7 @@ def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(tmp_path
         shown = capsys.readouterr()
         return shown.out + shown.err
 
-    asked = Command(tmp_path, "status", file, "--once")
+    asked = Command(tmp_path, "status", file, "--once", warm=True)
     note = f"somebody has deleted {tmp_path}/bucket/{name}, or its job.json, but {name} lives on the cluster at"
     assert asked.wait() == 0 and note in asked.text and ": Running, step" in asked.text, asked.text
     shown = told("status", file, "--once")

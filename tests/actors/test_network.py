@@ -28,6 +28,7 @@ from tests.benchmarks.storm import SHARDS
 from tests.support.chaos import REDONE, Trial, Witness, assert_bytes, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.hosts import Hosts
 from tests.support.toys import toy_job
+from tests.support.warm import SOCKET, Warm
 
 STEPS = 60
 SAMPLES = 16 * STEPS
@@ -40,10 +41,12 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
+def hosts(forks: Warm) -> Iterator[Hosts]:
     ray.shutdown()  # of the modules before
-    with Hosts(2) as hosts:
-        yield hosts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SOCKET, forks.path)  # of the head
+        with Hosts(2) as hosts:
+            yield hosts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,6 +101,7 @@ class Cut:
     """A trial calls this at every look: it slows the run down at step 10, cuts the network at step 12, mends it when ``enough`` says so,
     lets hosts that were given up join again, and then lets the run go on."""
 
+    look_s = 0.05
     with_coordinator = False
     """True if the coordinator's host is cut off, False if another host is."""
     coordinator = 0

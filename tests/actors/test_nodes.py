@@ -31,6 +31,8 @@ LONG = pytest.mark.full
 class PowerCuts:
     """Cuts the power of the node with two workers at each of ``steps``; once the remaining world runs, another node joins."""
 
+    look_s = 0.02
+
     def __init__(self, folder: Path, script: Script, steps: Sequence[int], stack: ExitStack) -> None:
         self.folder, self.steps, self.stack = folder, list(steps), stack
         self.director = Director(script, folder, Room())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,13 +12,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import ray
 
 from elastic import sources
 from elastic.job import Job
 from elastic.runs.run import Run
-from tests.support.commands import ROOT
+from tests.support.commands import FORK, ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.state_hash import state_hash
+from tests.support.warm import SOCKET
 from tests.test_objects import CELL
 
 STEPS = 14
@@ -52,9 +55,9 @@ print("RESULT", result.state, sorted(result.losses.items()))
 """
 
 
-def told(words: list[str], folder: Path, text: str | None = None) -> str:
+def told(words: list[str], folder: Path, text: str | None = None, **environment: str) -> str:
     """Runs Python in ``folder``, where nothing of ours lies, and returns what it printed."""
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONUNBUFFERED": "1"}
+    environment |= {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=folder, env=environment, input=text, capture_output=True, text=True, timeout=4 * PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,9 +79,10 @@ def test_l11_a_script_on_a_cluster_ends_with_the_bits_of_one_process(tmp_path: P
     the run needs two, so the worker that the next coordinator starts must have got the objects.  The bucket has none of them.
     """
     (tmp_path / "script.py").write_text(PROGRAM)
-    alone = told(["script.py", str(tmp_path / "alone"), "local"], tmp_path)
+    alone = told([FORK, "script.py", str(tmp_path / "alone"), "local"], tmp_path, **{SOCKET: os.environ[SOCKET]})
     words, text = (["-"], PROGRAM) if typed else (["script.py"], None)
-    said = told([*words, str(tmp_path / "bucket"), "ray"], tmp_path, text)
+    here = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_AUTH_MODE": "disabled"}
+    said = told([*words, str(tmp_path / "bucket"), "ray"], tmp_path, text, **here)
     assert "--- SIGKILL to the coordinator" in said
     assert "start w3: 1 worker" in said and re.search(r"form generation \d+ of w[12] and w3", said), said
     assert hash_of(tmp_path / "bucket") == hash_of(tmp_path / "alone")

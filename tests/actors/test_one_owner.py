@@ -28,7 +28,7 @@ from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.runs.run import Run
 from elastic.train.preflight import preflight
-from tests.support.commands import assert_no_actor_left
+from tests.support.commands import FORK, assert_no_actor_left
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S, until
 from tests.support.toys import toy_job
@@ -36,10 +36,11 @@ from tests.support.toys import toy_job
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(job: Path, *line: str, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+def command(job: Path, *line: str, within: Sequence[str] = (), warm: bool = True) -> subprocess.Popen[str]:
+    """Starts the command ``line``: a fork that gets the signals of the process, unless it is ``within`` another command or not ``warm``."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*within, sys.executable, "-m", "elastic", *line[:1], str(job), *line[1:]],
+        [*within, sys.executable, *[FORK] * (warm and not within), "-m", "elastic", *line[:1], str(job), *line[1:]],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -73,7 +74,7 @@ def slow_job(folder: Path, name: str) -> Path:
         folder,
         name=name,
         steps=100_000,
-        data={"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}},
+        data={"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.05}},
         schedule={"kind": "constant"},
         workers={"min": 1, "max": 1},
         log_every=1,
@@ -92,7 +93,7 @@ def test_a_second_local_command_does_not_write_into_a_run_that_another_one_train
     """
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     job = slow_job(tmp_path, "alone")
-    first = command(job, "train", "--local")
+    first = command(job, "train", "--local", warm=False)  # it is named by its pid
     try:
         until_it_says(first, "step     3")
         trains = f"process {first.pid} of this machine trains this run (--local)"
@@ -197,7 +198,7 @@ def test_a_driver_that_slept_ends_what_is_left_of_its_run_and_not_who_has_begun_
     The control: the workers of its own coordinator, which would step on for two leases, are ended.
     """
     path, name = slow_job(tmp_path, "slept"), "slept"
-    driver = command(path, "train", "--address", ray.get_runtime_context().gcs_address)
+    driver = command(path, "train", "--address", ray.get_runtime_context().gcs_address, warm=False)  # it is stopped
     try:
         until_it_says(driver, "step     3")
         driver.send_signal(signal.SIGSTOP)

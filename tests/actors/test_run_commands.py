@@ -33,8 +33,9 @@ from elastic.train.preflight import preflight
 from tests.support.commands import ROOT, Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S, until
-from tests.support.processes import Watched
+from tests.support.processes import Watched, frozen, kill_all, wait_gone
 from tests.support.toys import toy_job
+from tests.support.warm import SOCKET, Warm
 
 Shown = pytest.CaptureFixture[str]
 
@@ -170,16 +171,21 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     assert "nothing to remove on the cluster" in capsys.readouterr().out
 
 
-def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(tmp_path: Path, capsys: Shown) -> None:
+def test_the_logs_of_a_cluster_that_was_killed_are_read_where_they_lie(
+    tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """R21: SIGKILL takes the command and its own cluster, so nobody stores the logs.  The control: a run of that name elsewhere.
 
     Nor does `clean` know whose they are if somebody has deleted the run's folder: it said only that there is nothing to remove.
     """
     name, file = f"killed-{uuid.uuid4().hex[:6]}", str(tmp_path / "job.toml")
     job_file(tmp_path, name)
-    command = Command(tmp_path, "train", "job.toml")
-    command.until(lambda: re.search(r"step +[1-9]\d*/", command.text))
-    command.kill_everything()
+    with Warm(tmp_path) as forks:  # it dies with its forks, which are all processes of the cluster
+        monkeypatch.setenv(SOCKET, forks.path)
+        command = Command(tmp_path, "train", "job.toml", warm=True)
+        command.until(lambda: re.search(r"step +[1-9]\d*/", command.text))
+        kill_all(every := frozen(forks.process.pid))
+        assert command.wait() == -signal.SIGKILL and len(wait_gone(every, PATIENCE_S)) > 5
     assert main(["logs", file]) == 0
     printed = capsys.readouterr().out
     (token,) = {path.parent.name for path in log_folder("").glob(f"{name}-*/w1.log")}

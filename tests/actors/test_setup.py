@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.commands import Command, user_job
+import pytest
+
+from elastic.report.story import Sentence
+from tests.support.chaos import assert_nothing_left, trial
+from tests.support.commands import user_job
 from tests.support.commands import user_package as package
 
 UNSET = """
@@ -18,16 +22,17 @@ class Unset(Walks):
 """
 
 
-def test_an_interface_that_is_not_there_ends_the_run_by_its_name(tmp_path: Path) -> None:
+def test_an_interface_that_is_not_there_ends_the_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(tmp_path, "unset")
     with open(tmp_path / "unset" / "code.py", "a") as code:
         code.write(UNSET)
+    monkeypatch.syspath_prepend(tmp_path)
     quick = {"grow_debounce_s": 0.1}
-    user_job(tmp_path, "unset", data={"dataset": "unset.code:Unset"}, workers={"min": 1, "max": 1}, deadlines=quick)
-    command = Command(tmp_path, "train", "job.toml", "--address", "local")
-    assert command.wait() == 1, command.text
-    words = "ifa != nullptr. Unable to find address for: eth77"
-    assert f"w1 cannot go on (setup: {words}): stop generation 1 of 1 worker; w1 is replaced" in command.text, command.text
-    *_, last = (line for line in command.text.splitlines() if line.startswith("Failed at step 0"))
-    assert "no world forms with w2 on node " in last and words in last, command.text
-    assert "generation 3" not in command.text
+    job = user_job(tmp_path, "unset", data={"dataset": "unset.code:Unset"}, workers={"min": 1, "max": 1}, deadlines=quick)
+    run = trial(job, hash_it=False)
+    assert (run.result.state, run.result.step, run.result.exit_code) == ("Failed", 0, 1), run.result
+    words, said = "ifa != nullptr. Unable to find address for: eth77", [line.text for line in run.lines if isinstance(line, Sentence)]
+    assert any(f"w1 cannot go on (setup: {words}): stop generation 1 of 1 worker; w1 is replaced" in text for text in said), said
+    assert "no world forms with w2 on node " in run.result.reason and words in run.result.reason, run.result
+    assert not any("generation 3" in text for text in said)
+    assert_nothing_left(run)

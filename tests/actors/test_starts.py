@@ -33,21 +33,23 @@ from tests.actors.test_one_owner import command, slow_job, stopped, until_it_say
 from tests.support.clusters import TUNED, Nodes
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import processes
+from tests.support.warm import SOCKET, Warm
 
 
 @pytest.fixture(scope="module", autouse=True)
-def local_cluster(no_cluster_is_left: None) -> Iterator[None]:
+def local_cluster(no_cluster_is_left: None, forks: Warm) -> Iterator[None]:
     """Replaces the cluster of the other modules: this process is part of none, as a command is when it begins."""
     ray.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv(SOCKET, forks.path)  # of commands
         yield
     ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def nodes(local_cluster: None) -> Iterator[Nodes]:
-    with Nodes(Path(sys.executable), head_cpus=8, head_ip="127.0.0.2") as nodes:
+    with Nodes(Path(sys.executable), head_cpus=2, head_ip="127.0.0.2", jobs=False) as nodes:
         nodes.add(0, "--node-ip-address=127.0.0.3").says("Ray runtime started")
         yield nodes
 
@@ -152,15 +154,14 @@ def test_a_command_that_the_cluster_of_its_run_refuses_does_not_begin_it_again(t
 
     for name, value in right.items():
         monkeypatch.setitem(TUNED, name, value)
-    with Nodes(Path(sys.executable), head_cpus=8) as nodes:
+    with Nodes(Path(sys.executable), head_cpus=2, jobs=False) as nodes:
         commands = [begun(right, "train", "--address", nodes.address)]
         try:
             until_it_says(commands[0], "step     3")
-            for environment in refused:
-                for line in ("train", "status"):
-                    commands.append(begun(environment, line))
-                    until_it_says(commands[-1], "begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN,", never="a Ray cluster starts")
-                    assert not commands[-1].communicate(timeout=PATIENCE_S)[0] and commands[-1].returncode == 2
+            for environment, line in (*((each, "train") for each in refused), ({}, "status")):
+                commands.append(begun(environment, line))
+                until_it_says(commands[-1], "begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN,", never="a Ray cluster starts")
+                assert not commands[-1].communicate(timeout=PATIENCE_S)[0] and commands[-1].returncode == 2
             commands.append(begun(right, "train"))
             until_it_says(commands[-1], "attached to guarded, which runs on this cluster already", never="a Ray cluster starts")
             begun(right, "stop").communicate(timeout=PATIENCE_S)

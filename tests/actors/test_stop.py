@@ -50,7 +50,7 @@ def reached(name: str, step: int) -> Callable[[], bool]:
 
 
 def train(folder: Path) -> Command:
-    return Command(folder, "train", "job.toml", "--address", ray.get_runtime_context().gcs_address)
+    return Command(folder, "train", "job.toml", "--address", ray.get_runtime_context().gcs_address, warm=True)
 
 
 @pytest.mark.must_run_in_ci

@@ -18,10 +18,12 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import ray
+from ray.job_submission import JobSubmissionClient
 
 from actors import cluster
 from actors.launch import Result
@@ -33,11 +35,12 @@ from elastic.runs.run import Run
 from tests.support.chaos import Trial, Witness, alone, assert_survived, exported_hash, formed
 from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
 from tests.support.commands import ROOT, user_job, user_package, view_of
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import processes
 
-STEPS, GATE = 40, 34
-"""Steps of the run that grows, and the step whose data cannot be read before the run is about to grow for the last time."""
+STEPS, GROWS, DIES, SAVES = 28, 20, 24, 2
+"""Steps of the run; steps whose data cannot be read before it is about to grow for the last time, and before its cluster was killed; and
+from save to save."""
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 WATCHED = """
 import hashlib, json, os, sys, time
@@ -45,10 +48,10 @@ from pathlib import Path
 import elastic, actors, storage
 from PACKAGE import code
 
-class Paced(code.Walks):  # the walks again and again, slowly, and those of "gated" not at all, until there is a file "hurry"
-    def __init__(self, read_s=0.0, gated=()):
+class Paced(code.Walks):  # the walks again and again, slowly until there is a file "hurry"; some not before the file of their gate is there
+    def __init__(self, read_s=0.0, gates=()):
         super().__init__()
-        self.pause_s, self.gated = read_s, set(gated)
+        self.pause_s, self.gates = read_s, dict(gates)
 
     def __len__(self):
         return 10 * super().__len__()
@@ -56,7 +59,7 @@ class Paced(code.Walks):  # the walks again and again, slowly, and those of "gat
     def read(self, ids):
         if not Path(SEEN, "hurry").exists():
             time.sleep(self.pause_s)
-        while self.gated & set(ids) and not Path(SEEN, "hurry").exists():
+        while any(str(i) in self.gates and not Path(SEEN, self.gates[str(i)]).exists() for i in ids):
             time.sleep(0.01)
         return super().read(tuple(i % super(Paced, self).__len__() for i in ids))
 
@@ -84,23 +87,21 @@ def documented() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``pip wheel . --no-deps`` in a copy of the repository, since a build leaves files where it runs."""
+    """Does what ``pip wheel . --no-deps`` has setuptools do, in a copy of the repository, since a build leaves files where it runs."""
     copy = tmp_path_factory.mktemp("checkout") / "elastic"
     left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "quickstart-out")
     shutil.copytree(ROOT, copy, ignore=left_out)
-    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet"]  # isolation would fetch
-    subprocess.run(command, cwd=copy, check=True, timeout=PATIENCE_S)
-    (built,) = copy.glob("*.whl")
+    build = "from setuptools.build_meta import build_wheel; build_wheel('built')"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", build], cwd=copy, check=True, capture_output=True, timeout=PATIENCE_S)
+    (built,) = copy.glob("built/*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A head without CPUs and two nodes with one each, so that two workers have no choice but to be on two nodes."""
-    with Nodes(python_without_elastic(tmp_path_factory.mktemp("python") / "venv")) as started:
-        both = [started.add(), started.add()]
-        for node in both:
-            node.says("Ray runtime started")
+    """A head and a node with one CPU each, so that two workers have no choice but to be on two nodes."""
+    with Nodes(python_without_elastic(tmp_path_factory.mktemp("python") / "venv"), head_cpus=1) as started:
+        started.add().says("Ray runtime started")
         yield started
 
 
@@ -161,12 +162,14 @@ def test_the_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
 
 class StopThenKillThenGrow:
     """Stops the Ray job at step 1, kills one of two workers at step 3, and starts a third node once the world is whole again; once its
-    worker has joined, ``hurry`` opens the gate and lets the user's dataset be as fast as it can."""
+    worker is about to join, the first gate opens.  It is done once the third world has saved, and waits at the second gate."""
 
-    def __init__(self, nodes: Nodes, hurry: Path) -> None:
-        self.hurry = hurry
-        self.nodes, self.submitted, self.homes = nodes, None, {}  # type: ignore[var-annotated]
+    look_s = 0.05
+
+    def __init__(self, nodes: Nodes, job: Job, seen: Path) -> None:
+        self.nodes, self.job, self.seen, self.submitted, self.homes = nodes, job, seen, None, {}  # type: ignore[var-annotated]
         self.stopped_at = self.killed_at = self.added_at = 0
+        self.done = Event()
 
     def __call__(self, witness: Witness, view: View) -> bool:
         self.homes |= view.workers
@@ -180,62 +183,10 @@ class StopThenKillThenGrow:
             self.nodes.add()
             self.added_at = view.step
         elif self.added_at and (view.generation, view.state) in ((3, "Stopping"), (4, "Running")):
-            self.hurry.touch()
+            (self.seen / "grows").touch()
+            if view.step == DIES - 1 and view.generation == 4 and (newest := Run.open(self.job).newest()) and newest.step >= DIES - SAVES:
+                self.done.set()
         return False
-
-
-@pytest.mark.must_run_in_ci
-def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
-    tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """R1, R4, R21, U1, U3, U8, U10: on two nodes, detached; its Ray job is stopped, and what Ray brought it is not taken away: a killed
-    worker is replaced, and a node that joins later trains with the same code.  The six assertions."""
-    gated = Cursor(960, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)[:1]
-    job = project(
-        tmp_path,
-        "mine",
-        wheel,
-        data={"dataset": "mine.watched:Paced", "args": {"read_s": 0.2, "gated": list(gated)}},
-        workers={"min": 1, "max": 3},
-        on_driver_exit="detach",
-        deadlines={"grow_debounce_s": 30, "stall_s": 120},  # nobody moves at the gate
-    )
-    expected = reference(job, tmp_path, "mine", monkeypatch)
-    act = StopThenKillThenGrow(nodes, tmp_path / "project" / "seen" / "hurry")
-    witness = Witness("mine", act)
-    witness.start()
-    try:
-        act.submitted = nodes.submit(tmp_path / "project", shlex.split(documented()[0]))
-        assert act.submitted.wait() == 0, act.submitted.text
-        assert "the run continues after this command has ended" in act.submitted.text
-        log = act.submitted.ray("logs", act.submitted.id)
-        assert "SIGTERM: this command leaves, the run goes on" in log
-        assert "no sharding table: wraps layers.0 … layers.2" in log and "; data parallel only" in log
-        assert "stopped" in act.submitted.ray("status", act.submitted.id).lower()
-        assert_all_given_back(nodes, "mine", deadline_s=160)
-    finally:
-        witness.close()
-    steps = ledger(Run.open(job).segments())
-    assert 1 <= act.stopped_at <= act.killed_at <= act.added_at < STEPS
-    result = Result("Finished" if max(steps) == STEPS else "cut off", "", max(steps), 0, job.bucket, job.name)
-    chaos = Trial(job, result, witness, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
-    struck = {"point": "forward", "kind": "SIGKILL", "world_rank": formed(Run.open(job).records())[0].members.index("w2")}  # from outside
-    assert_survived(replace(chaos, job=job.replace(faults=[struck])), expected, worlds=(2, 1, 2, 3), tiers=("init", "live", "live", "live"))
-
-    (killed,) = Path(job.bucket).glob("mine/logs/*/w2.log")
-    assert "killed by signal 9 (SIGKILL)" in killed.read_text().splitlines()[0]
-
-    homes = [act.homes[worker] for worker in ("w1", "w2", "w3", "w4")]
-    assert homes[0] != homes[1] and homes[0] not in homes[2:], "two nodes"
-    assert homes[1] in homes[2:] and len(set(homes)) == 3, "a replacement where there was room, and a third node"
-    seen = [each for each in where(tmp_path) if each["node"] != "local"]
-    assert {each["node"] for each in seen} == set(homes)
-    assert len({each["digest"] for each in where(tmp_path)}) == 1, "the same code on every node, and in this process"
-    copies = {each["files"][0].split("/runtime_resources/")[0] for each in seen}
-    assert len(copies) == 3, copies
-    for each in seen:
-        assert all("/runtime_resources/" in file for file in each["files"])
-        assert not any(str(ROOT) in entry or str(tmp_path) in entry for entry in each["path"]), "nothing of the machine it came from"
 
 
 @pytest.mark.full
@@ -336,44 +287,87 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
 
 
 @pytest.mark.must_run_in_ci
-def test_the_same_line_goes_on_on_a_new_cluster_of_another_size(
+def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R7, H1: every process of the cluster is SIGKILLed at once, head and all; on a new one, of one node with room for one worker, the
-    same line goes on from the newest good manifest.  It is the last test of this cluster."""
-    paced = {"dataset": "again.watched:Paced", "args": {"read_s": 0.2}}
-    job = project(tmp_path, "again", wheel, steps=20, data=paced, workers={"min": 1, "max": 3}, checkpoint={"save_every": 2})
-    expected = reference(job, tmp_path, "again", monkeypatch)
-    line = shlex.split(documented()[0])
-    room = int(ray.cluster_resources()["CPU"])
-    first = nodes.submit(tmp_path / "project", line)
-    first.until(at_step("again", 5))
-    ray.shutdown()
-    ends = nodes.kill_everything()
-    first.process.kill()
-    first.process.wait(PATIENCE_S)
+    """R1, R4, R7, R21, U1, U3, U8, U10, H1: on two nodes, detached; its Ray job is stopped, and what Ray brought it is not taken away: a
+    killed worker is replaced, and a node that joins later trains with the same code.  Then every process of the cluster is SIGKILLed at
+    once, head and all; on a new one, of one node with room for one worker, the same line goes on from the newest good manifest.  The six
+    assertions.  It is the last test of this cluster."""
+    cursor = Cursor(960, 16, 0, "permutation")
+    gates = {str(cursor.microbatch_ids(step, 0, 2)[0]): name for step, name in ((GROWS, "grows"), (DIES, "hurry"))}
+    job = project(
+        tmp_path,
+        "mine",
+        wheel,
+        data={"dataset": "mine.watched:Paced", "args": {"read_s": 0.2, "gates": gates}},
+        workers={"min": 1, "max": 3},
+        on_driver_exit="detach",
+        checkpoint={"save_every": SAVES},
+        deadlines={"grow_debounce_s": 30, "stall_s": 120},  # nobody moves at a gate
+    )
+    expected = reference(job, tmp_path, "mine", monkeypatch)
+    line, seen = shlex.split(documented()[0]), tmp_path / "project" / "seen"
+    act = StopThenKillThenGrow(nodes, job, seen)
+    first, second = Witness("mine", act), Witness("mine")
+    first.start()
+    try:
+        act.submitted = nodes.submit(tmp_path / "project", line)
+        assert act.submitted.wait() == 0, act.submitted.text
+        assert "the run continues after this command has ended" in act.submitted.text
+        log = act.submitted.log
+        assert "SIGTERM: this command leaves, the run goes on" in log
+        assert "no sharding table: wraps layers.0 … layers.2" in log and "; data parallel only" in log
+        assert JobSubmissionClient(nodes.jobs).get_job_status(act.submitted.id) == "STOPPED"
+        until(lambda: act.done.is_set() or not first.is_alive())
+    finally:
+        first.done.set()
+        first.join()
+        ray.shutdown()
+        ends = nodes.kill_everything()
+        first.close()
     # 1: it happened, inside the run, to everybody
     assert len(ends) > 10 and {end.signal for end in ends} == {signal.SIGKILL}
     newest = Run.open(job).newest()
-    assert newest is not None and 2 <= newest.step < job.steps - 1
+    assert newest is not None
+    assert 1 <= act.stopped_at <= act.killed_at <= act.added_at < GROWS < newest.step < DIES
 
-    (tmp_path / "project" / "seen" / "hurry").touch()
+    (seen / "hurry").touch()
     with Nodes(nodes.python, head_cpus=1) as others:
         ray.init(others.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
-        again = others.submit(tmp_path / "project", line)
-        assert again.wait() == 0, again.text
-        assert_all_given_back(others, "again")  # 6
+        second.start()
+        try:
+            again = others.submit(tmp_path / "project", line)
+            assert again.wait() == 0, again.text
+            assert_all_given_back(others, "mine")
+        finally:
+            second.close()
+        steps, worlds = ledger(Run.open(job).segments()), formed(Run.open(job).records())
+        assert worlds[-1].generation == second.generation and worlds[-1].step == newest.step
+        second.seen, second.generation = first.seen | second.seen, len(worlds)
+        result = Result("Finished" if max(steps) == STEPS else "cut off", "", max(steps), 0, job.bucket, job.name)
+        chaos = Trial(job, result, second, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
+        killed = [(1, worlds[0].members.index("w2")), *((4, rank) for rank in range(3))]
+        how = {"point": "forward", "kind": "SIGKILL"}  # from outside
+        struck = [how | {"generation": world, "world_rank": rank} for world, rank in killed]
+        tiers = ("init", "live", "live", "live", "bucket")
+        assert_survived(replace(chaos, job=job.replace(faults=struck)), expected, worlds=(2, 1, 2, 3, 1), tiers=tiers)
         ray.shutdown()
-    # 2, R14: the bits, and each step once: for all steps of the manifest the journal is in the bucket too
-    steps = ledger(Run.open(job).segments())
-    assert exported_hash(job) == expected.hash
-    assert {step: (outcome.loss, outcome.samples) for step, outcome in steps.items()} == {
-        step: (expected.losses[step - 1], expected.ledger[step].samples) for step in range(1, job.steps + 1)
-    }
-    # 4, 5: one world on each cluster, the second one from the bucket
-    worlds = [(len(each.members), each.tier, each.step) for each in formed(Run.open(job).records())]
-    assert worlds == [(room, "init", 0), (1, "bucket", newest.step)] and room > 1, worlds
-    # 3: every microbatch of every step; what was committed after the save, and the step in flight, are all that was done again
+
+    (log_of_killed,) = Path(job.bucket).glob("mine/logs/*/w2.log")
+    assert "killed by signal 9 (SIGKILL)" in log_of_killed.read_text().splitlines()[0]
+
+    homes = [act.homes[worker] for worker in ("w1", "w2", "w3", "w4")]
+    assert homes[0] != homes[1] and homes[0] not in homes[2:], "two nodes"
+    assert homes[1] in homes[2:] and len(set(homes)) == 3, "a replacement where there was room, and a third node"
+    ran = [each for each in where(tmp_path) if each["node"] != "local"]
+    assert {each["node"] for each in ran} > {*homes} and len({each["node"] for each in ran}) == 4, "and the node of the new cluster"
+    assert len({each["digest"] for each in where(tmp_path)}) == 1, "the same code on every node, and in this process"
+    copies = {each["files"][0].split("/runtime_resources/")[0] for each in ran}
+    assert len(copies) == 4, copies
+    for each in ran:
+        assert all("/runtime_resources/" in file for file in each["files"])
+        assert not any(str(ROOT) in entry or str(tmp_path) in entry for entry in each["path"]), "nothing of the machine it came from"
+    # the user's own loss ran every microbatch of every step
     work, due = microbatches(tmp_path), microbatches(tmp_path, ours=True)
     assert set(work) == set(due) and len(set(due)) == job.steps * job.microbatches
-    assert len(work) <= (job.steps + 2 * job.checkpoint.save_every + 1) * job.microbatches

@@ -1,6 +1,7 @@
 """Starts a cluster as its users do: ``ray start`` for every node, each with folders of its own, and a job server on the head.
 
-The nodes' Python has all that Elastic depends on, but not Elastic itself, which must come with what is submitted.
+The nodes' Python has all that Elastic depends on, but not Elastic itself, which must come with what is submitted.  The workers of all nodes
+are forks of one process that has imported the former, and nothing of ours.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import ray
 from ray.job_submission import JobSubmissionClient
 
 from actors import cluster
+from tests.support import warm
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Process, free_ports, frozen, kill_all, processes, wait_gone
 
@@ -70,7 +72,7 @@ def python_without_elastic(folder: Path) -> Path:
 class Started:
     """One ``ray start --block``: the process above all processes of its node."""
 
-    def __init__(self, folder: Path, python: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, python: Path, forks: str, *arguments: str) -> None:
         self.folder, self.output = folder, folder / "output"
         folder.mkdir()
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
@@ -79,9 +81,9 @@ class Started:
         places = [f"--temp-dir={folder}/ray", f"--dashboard-agent-listen-port={self.agent_port}"]
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
-                [python, "-m", "ray.scripts.scripts", "start", "--block", *places, *arguments],
+                [python, warm.__file__, "node", "start", "--block", *places, *arguments],
                 cwd=folder,
-                env=ours | TUNED | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first},
+                env=ours | TUNED | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first, warm.SOCKET: forks},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )  # in the process group of the tests, so that a signal to the group ends the nodes too
@@ -110,23 +112,25 @@ class Started:
 class Nodes:
     """The cluster.  By default the head has no CPU to give, so workers run on the nodes that are added.  A context manager.
 
-    ``head_ip`` is an address of this machine, such as 127.0.0.2, from which a process does not connect by itself: so the head is not on the
-    machine of the process, as far as addresses tell.
+    The head has a server that takes jobs only if ``jobs``.  ``head_ip`` is an address of this machine, such as 127.0.0.2, from which a
+    process does not connect by itself: so the head is not on the machine of the process, as far as addresses tell.
     """
 
-    def __init__(self, python: Path, head_cpus: int = 0, head_ip: str = "") -> None:
+    def __init__(self, python: Path, head_cpus: int = 0, head_ip: str = "", *, jobs: bool = True) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short, as paths of Unix sockets must be
         self.python, self.started = python, list[Started]()
-        dashboard = ("--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}")
+        self.forks = warm.Warm(self.folder, str(python), ours=False, **{MARK: str(self.folder)})
+        dashboard = ("--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}") if jobs else ("--include-dashboard=false",)
         place = (f"--node-ip-address={head_ip}",) if head_ip else ()
         head = self._start("--head", "--port=0", *place, *dashboard, f"--num-cpus={head_cpus}")
         self.address = head.says(r"--address='([^']+)'")
-        self.jobs = head.says(r"RAY_API_SERVER_ADDRESS='([^']+)'")
-        head.has_an_agent()
+        if jobs:
+            self.jobs = head.says(r"RAY_API_SERVER_ADDRESS='([^']+)'")
+            head.has_an_agent()
 
     def _start(self, *arguments: str) -> Started:
         lean = ("--object-store-memory=80000000", "--include-log-monitor=false")  # nobody prints the logs of actors
-        self.started.append(Started(self.folder / str(len(self.started)), self.python, *lean, *arguments))
+        self.started.append(Started(self.folder / str(len(self.started)), self.python, self.forks.path, *lean, *arguments))
         return self.started[-1]
 
     def add(self, cpus: int = 1, *more: str) -> Started:
@@ -139,7 +143,7 @@ class Nodes:
 
     def kill_everything(self) -> list[Ended]:
         """Kills every process of every node by SIGKILL, frozen first so that none sees another die.  Returns how each ended."""
-        watched = [each for node in self.started for each in frozen(node.process.pid)]
+        watched = [each for process in (self.forks.process, *(node.process for node in self.started)) for each in frozen(process.pid)]
         kill_all(watched)
         ends = wait_gone(watched, PATIENCE_S)
         assert not (left := processes(f"{MARK}={self.folder}")), left
@@ -155,14 +159,15 @@ class Nodes:
     def __exit__(self, *error: object) -> None:
         """Ends the cluster by force: nothing of it is kept, and in good order it takes seconds to end."""
         while left := processes(f"{MARK}={self.folder}"):
-            for process in left:
+            for each in left:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-            for each in self.started:
-                each.process.poll()
+                    os.kill(each.pid, signal.SIGKILL)
+            for process in (self.forks.process, *(each.process for each in self.started)):
+                process.poll()
             time.sleep(0.05)
         for each in self.started:
             each.process.wait(PATIENCE_S)  # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
+        self.forks.__exit__()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -192,6 +197,11 @@ class Submitted:
         """Stops the job by ``ray job stop`` (SIGTERM to the driver, SIGKILL 3 s later).  Returns when Ray calls the job stopped."""
         JobSubmissionClient(self.jobs).stop_job(self.id)
         self.until(lambda: JobSubmissionClient(self.jobs).get_job_status(self.id).is_terminal(), ended=True)
+
+    @property
+    def log(self) -> str:
+        """What the job has printed, as Ray keeps it."""
+        return JobSubmissionClient(self.jobs).get_job_logs(self.id)
 
     def ray(self, *arguments: str) -> str:
         """Runs ``ray job …``, as in another terminal."""

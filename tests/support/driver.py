@@ -102,5 +102,7 @@ def library(folder: Path) -> Path:
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("needs a C compiler")
     (folder / "driver.c").write_text(_LIBRARY)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "driver.c"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", folder / "driver.c"], check=True
+    )
     return folder

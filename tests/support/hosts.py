@@ -27,6 +27,7 @@ from typing import Self
 import ray
 
 from actors import cluster, heads
+from tests.support import warm
 from tests.support.clusters import TUNED
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
@@ -165,10 +166,12 @@ class Hosts:
         ahead = str(UPTIME_S * host)
         clock = ["unshare", "--time", "--fork", "--monotonic", ahead, "--boottime", ahead]
         inside = ["ip", "netns", "exec", self.names[host], *clock] if host else []
-        ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        ray_start = [sys.executable, warm.__file__, "node", "start", "--block"]
         lean = ["--object-store-memory=80000000", "--include-log-monitor=false"]
         places = [f"--node-ip-address={self.address(host)}", f"--temp-dir={self.folder}/{host}"]
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        if host:
+            ours.pop(warm.SOCKET, None)  # its workers are forks of a process of its own, in its own namespaces
         with open(self.folder / f"host-{host}.log", "wb") as output:
             self.raylets[host] = subprocess.Popen(
                 [*inside, *ray_start, *lean, *places, *arguments],

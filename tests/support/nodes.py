@@ -19,6 +19,7 @@ from pathlib import Path
 
 import ray
 
+from tests.support import warm
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched, children, frozen, kill_all, wait_gone
 
@@ -76,14 +77,16 @@ def joined(folder: Path, *nodes: Node) -> Iterator[Joined]:
 def _started(folder: Path, node: Node) -> subprocess.Popen[bytes]:
     mounts = [f"mount --bind {shlex.quote(str(other))} {shlex.quote(str(path))}" for path, other in node.instead.items()]
     mounts += [f"mount -t tmpfs none {shlex.quote(str(path))}" for path in node.empty]
-    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--include-log-monitor", "false"]
+    ray_of = ["-m", "ray.scripts.scripts"] if node.instead else [warm.__file__, "node"]  # its forks have imported what lies there elsewhere
+    start = [sys.executable, *ray_of, "start", "--block", "--disable-usage-stats", "--include-log-monitor", "false"]
     start += ["--address", ray.get_runtime_context().gcs_address, "--object-store-memory", str(80 * 2**20)]
     start += ["--num-cpus", str(node.cpus), "--resources", json.dumps({f"test-{node.name}": 1})]
+    environment = {name: value for name, value in os.environ.items() if name != warm.SOCKET}  # its forks live and die with it
     ours = {"RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     with open(folder / f"node-{node.name}.log", "wb") as output:
         return subprocess.Popen(
             ["unshare", "--mount", "sh", "-ec", "\n".join([*mounts, 'exec "$@"']), "sh", *start],
-            env={**os.environ, **ours, **node.environment},
+            env=environment | ours | dict(node.environment),
             stdout=output,
             stderr=subprocess.STDOUT,
         )

@@ -3,8 +3,8 @@
 Importing takes a worker of Ray five seconds of a core, and the tests start hundreds.  :class:`Warm` imports once.  Then ``python warm.py
 <arguments of python>`` is a small process that asks for a fork, waits for it, and ends as it did.  A raylet whose ``setup_worker.py`` is
 this file has its workers made so.  What the fork does is Ray's own program of a worker, with its own environment, folder and output; Ray
-knows it by its own pid.  Clusters and nodes that tests start by a command have processes as users have them, except for the commands of
-the guide.
+knows it by its own pid.  ``python warm.py node start …`` is ``ray start …`` with workers made so.  A fork is told of signals that the small
+process gets.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ if TYPE_CHECKING:  # whoever asks for a process must start fast
 
 SOCKET = "PROCESSES_OF_TESTS"
 """The environment variable with the path of the socket on which forks are asked for."""
-MODULES = (
+OTHERS = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._inductor.config", "torch._dynamo", "numpy"),
     *("pyarrow.parquet", "pydantic.main", "blake3", "google.protobuf", "jsonschema", "msgpack", "psutil", "requests", "yaml"),
-    *("elastic.runs.run", "elastic.state.heal", "elastic.train.loop", "elastic.train.session", "tests.support.toys"),
 )
-"""The modules that workers import, without those of Ray, which reads the environment of its process while it is imported."""
+"""The modules of others that workers import, without those of Ray, which reads the environment of its process while it is imported."""
+OURS = ("elastic.runs.run", "elastic.state.heal", "elastic.train.loop", "elastic.train.session", "tests.support.toys", "s3fs")
+"""The modules of this checkout that workers import, and one that stores use."""
+MODULES = (*OTHERS, *OURS)
 WORKER = "default_worker.py"
 """Ray's program of a worker, which ``setup_worker.py`` starts."""
+CONTEXT = "--serialized-runtime-env-context"
 LIMIT = 1 << 20
 """The bytes of the longest request: a command line and an environment."""
 
@@ -37,14 +40,17 @@ LIMIT = 1 << 20
 class Warm:
     """The process from which others are forked.  A context manager; the forks that still run at its end are killed."""
 
-    def __init__(self, folder: os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], python: str = sys.executable, *, ours: bool = True, **environment: str) -> None:
+        """Begins the process with this ``environment`` beside ours; it imports modules of this checkout only if ``ours``."""
         import subprocess
 
         self.program, self.path = __file__, os.path.join(folder, "socket")
         root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-        command = [sys.executable, __file__, "serve", self.path, *MODULES]  # a long line: titles of the forks must have room in it
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": root}
-        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        modules = MODULES if ours else OTHERS
+        command = [python, __file__, "serve", self.path, *modules]  # a long line: titles of the forks must have room in it
+        has = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
+        has |= environment | ({"PYTHONPATH": root} if ours else {})
+        self.process = subprocess.Popen(command, env=has, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n"
 
@@ -56,17 +62,51 @@ class Warm:
             pass
 
 
+def enter(command: list[str]) -> None:
+    """Enters the runtime environment of a worker as Ray's ``setup_worker.py`` does: its variables, its folder and its own Python.
+
+    Then this program runs there again.  Without such an environment, there is nothing to do.
+    """
+    import shlex
+
+    for number, word in enumerate(command):
+        option, _, text = word.partition("=")
+        context = json.loads(text) if option == CONTEXT else {}
+        if prefix := context.get("command_prefix"):
+            os.environ.update({name: os.path.expandvars(value) for name, value in context["env_vars"].items()})
+            again = shlex.join([context["py_executable"], __file__, *command[:number], *command[number + 1 :]])
+            os.execvp("bash", ["bash", "-c", " ".join([*prefix, "exec", again])])
+
+
 def ask(path: str, command: list[str]) -> NoReturn:
     """Asks the process at ``path`` for a fork that does ``command``, and ends as the fork ends."""
+    enter(command)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(path)
-        request = json.dumps({"command": command, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
+        here = {"folder": os.getcwd(), "searched": sys.path[1:], "python": sys.executable, "group": os.getpgrp()}
+        request = json.dumps({"command": command, "environment": dict(os.environ), **here}).encode()
         socket.send_fds(server, [request], [0, 1, 2])
-        status = int(server.recv(64) or signal.SIGKILL)  # nothing comes if the server was killed, and its forks with it
+        if pid := int(server.recv(64) or 0):
+            for each in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(each, lambda number, _: _tell(pid, number))
+        try:
+            status = int(server.recv(64) or signal.SIGKILL)  # nothing comes if the server was killed, and its forks with it
+        except ConnectionResetError:
+            status = int(signal.SIGKILL)
     if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # nobody can set what SIGKILL does
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _tell(pid: int, number: int) -> None:
+    """Sends a signal to the fork, and to what it has started, as a terminal would."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:  # it leads no group yet, or it has ended
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def serve(path: str, modules: list[str]) -> None:
@@ -113,6 +153,8 @@ def _make(listener: socket.socket, waits: BaseSelector) -> None:
     for each in files:
         os.close(each)
     process = os.pidfd_open(pid)
+    with contextlib.suppress(OSError):
+        asks.send(str(pid).encode())
     for each in (process, asks):
         waits.register(each, selectors.EVENT_READ, (pid, process, asks))
 
@@ -131,7 +173,9 @@ def _end(key: SelectorKey, waits: BaseSelector) -> None:
     asks.close()
 
 
-def _become(files: list[int], command: list[str], environment: dict[str, str], folder: str) -> NoReturn:
+def _become(
+    files: list[int], command: list[str], environment: dict[str, str], folder: str, searched: list[str], python: str, group: int
+) -> NoReturn:
     """Runs what ``python`` or, for a worker, ``python setup_worker.py`` runs with these arguments."""
     import atexit
     import threading
@@ -146,10 +190,13 @@ def _become(files: list[int], command: list[str], environment: dict[str, str], f
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
+        sys.path[:], sys.executable = searched, python
         sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in environment)  # type: ignore[union-attr]
         if any(word.endswith(WORKER) for word in command):
+            _enter_group(group)
             _ray(command)
         else:
+            _enter_group(0)
             _python(command)
         threading._shutdown()
     except SystemExit as end:
@@ -164,6 +211,18 @@ def _become(files: list[int], command: list[str], environment: dict[str, str], f
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _enter_group(group: int) -> None:
+    """Enters a group of processes; 0: one of its own, as the foreground of a terminal.
+
+    A worker is in the group of its raylet: of a worker that is in another one, the raylet kills the whole group in the end, and the tests
+    with it.
+    """
+    try:
+        os.setpgid(0, group)
+    except OSError:  # it is of another session
+        os.setpgid(0, 0)
 
 
 def _ray(command: list[str]) -> None:
@@ -186,18 +245,35 @@ def _python(command: list[str]) -> None:
         ray._private.ray_constants.SETUP_WORKER_FILENAME = __file__
     match command:
         case ["-m", module, *_]:
-            sys.argv, sys.path[0] = command[1:], ""
+            sys.argv, sys.path[:0] = command[1:], [""]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-c", text, *rest]:
-            sys.argv, sys.path[0] = ["-c", *rest], ""
+            sys.argv, sys.path[:0] = ["-c", *rest], [""]
             exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
         case [script, *_]:
-            sys.argv, sys.path[0] = command, os.path.dirname(script)
+            sys.argv, sys.path[:0] = command, [os.path.dirname(script)]
             runpy.run_path(script, run_name="__main__")
+
+
+def node(words: list[str]) -> None:
+    """Runs ``ray <words>``; the workers of this node are forks of the process that is named, or of one that lives below this one."""
+    import runpy
+    import tempfile
+
+    import ray
+
+    ray._private.ray_constants.SETUP_WORKER_FILENAME = __file__
+    sys.argv, sys.path[0] = ["ray", *words], ""
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder, contextlib.ExitStack() as stack:
+        if SOCKET not in os.environ:
+            os.environ[SOCKET] = stack.enter_context(Warm(folder)).path
+        runpy.run_module("ray.scripts.scripts", run_name="__main__")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(sys.argv[2], sys.argv[3:])
+    elif sys.argv[1] == "node":
+        node(sys.argv[2:])
     else:
         ask(os.environ[SOCKET], sys.argv[1:])

@@ -100,7 +100,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """A head and a node with one CPU each, so that two workers have no choice but to be on two nodes."""
-    with Nodes(python_without_elastic(tmp_path_factory.mktemp("python") / "venv"), head_cpus=1) as started:
+    with Nodes(python_without_elastic(tmp_path_factory.mktemp("python") / "venv"), head_cpus=1, forked=False) as started:
         started.add().says("Ray runtime started")
         yield started
 
@@ -333,7 +333,7 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     assert 1 <= act.stopped_at <= act.killed_at <= act.added_at < GROWS < newest.step < DIES
 
     (seen / "hurry").touch()
-    with Nodes(nodes.python, head_cpus=1) as others:
+    with Nodes(nodes.python, head_cpus=1, forked=False) as others:
         ray.init(others.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
         second.start()
         try:

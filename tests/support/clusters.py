@@ -1,7 +1,7 @@
 """Starts a cluster as its users do: ``ray start`` for every node, each with folders of its own, and a job server on the head.
 
-The nodes' Python has all that Elastic depends on, but not Elastic itself, which must come with what is submitted.  The workers of all nodes
-are forks of one process that has imported the former, and nothing of ours.
+The nodes' Python has all that Elastic depends on, but not Elastic itself, which must come with what is submitted.  Where that is not the
+subject, the workers of all nodes are forks of one process that has imported the former, and nothing of ours.
 """
 
 from __future__ import annotations
@@ -72,18 +72,20 @@ def python_without_elastic(folder: Path) -> Path:
 class Started:
     """One ``ray start --block``: the process above all processes of its node."""
 
-    def __init__(self, folder: Path, python: Path, forks: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, python: Path, forks: warm.Warm | None, *arguments: str) -> None:
         self.folder, self.output = folder, folder / "output"
         folder.mkdir()
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
         (self.agent_port,) = free_ports(1)  # Ray's default is the same for all nodes of a machine, even of an earlier cluster
         bin_first = f"{python.parent}{os.pathsep}{ours['PATH']}"
         places = [f"--temp-dir={folder}/ray", f"--dashboard-agent-listen-port={self.agent_port}"]
+        program = ["-m", "ray.scripts.scripts"] if forks is None else [warm.__file__, "node"]
+        asked = {} if forks is None else {warm.SOCKET: forks.path}
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
-                [python, warm.__file__, "node", "start", "--block", *places, *arguments],
+                [python, *program, "start", "--block", *places, *arguments],
                 cwd=folder,
-                env=ours | TUNED | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first, warm.SOCKET: forks},
+                env=ours | TUNED | {"PYTHONUNBUFFERED": "1", MARK: str(folder.parent), "PATH": bin_first} | asked,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )  # in the process group of the tests, so that a signal to the group ends the nodes too
@@ -112,14 +114,15 @@ class Started:
 class Nodes:
     """The cluster.  By default the head has no CPU to give, so workers run on the nodes that are added.  A context manager.
 
-    The head has a server that takes jobs only if ``jobs``.  ``head_ip`` is an address of this machine, such as 127.0.0.2, from which a
-    process does not connect by itself: so the head is not on the machine of the process, as far as addresses tell.
+    Its workers are forks only if ``forked``, and the head has a server that takes jobs only if ``jobs``.  ``head_ip`` is an address of this
+    machine, such as 127.0.0.2, from which a process does not connect by itself: so the head is not on the machine of the process, as far as
+    addresses tell.
     """
 
-    def __init__(self, python: Path, head_cpus: int = 0, head_ip: str = "", *, jobs: bool = True) -> None:
+    def __init__(self, python: Path, head_cpus: int = 0, head_ip: str = "", *, forked: bool = True, jobs: bool = True) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short, as paths of Unix sockets must be
         self.python, self.started = python, list[Started]()
-        self.forks = warm.Warm(self.folder, str(python), ours=False, **{MARK: str(self.folder)})
+        self.forks = warm.Warm(self.folder, str(python), ours=False, **{MARK: str(self.folder)}) if forked else None
         dashboard = ("--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}") if jobs else ("--include-dashboard=false",)
         place = (f"--node-ip-address={head_ip}",) if head_ip else ()
         head = self._start("--head", "--port=0", *place, *dashboard, f"--num-cpus={head_cpus}")
@@ -130,7 +133,7 @@ class Nodes:
 
     def _start(self, *arguments: str) -> Started:
         lean = ("--object-store-memory=80000000", "--include-log-monitor=false")  # nobody prints the logs of actors
-        self.started.append(Started(self.folder / str(len(self.started)), self.python, self.forks.path, *lean, *arguments))
+        self.started.append(Started(self.folder / str(len(self.started)), self.python, self.forks, *lean, *arguments))
         return self.started[-1]
 
     def add(self, cpus: int = 1, *more: str) -> Started:
@@ -143,7 +146,7 @@ class Nodes:
 
     def kill_everything(self) -> list[Ended]:
         """Kills every process of every node by SIGKILL, frozen first so that none sees another die.  Returns how each ended."""
-        watched = [each for process in (self.forks.process, *(node.process for node in self.started)) for each in frozen(process.pid)]
+        watched = [each for process in self._processes() for each in frozen(process.pid)]
         kill_all(watched)
         ends = wait_gone(watched, PATIENCE_S)
         assert not (left := processes(f"{MARK}={self.folder}")), left
@@ -152,6 +155,10 @@ class Nodes:
     def ours(self) -> list[Process]:
         """Returns the processes of runs that live on these nodes."""
         return [process for process in processes(f"{MARK}={self.folder}") if ACTORS.search(process.command)]
+
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        """Returns the processes that this one has started."""
+        return [*([self.forks.process] if self.forks is not None else []), *(node.process for node in self.started)]
 
     def __enter__(self) -> Nodes:
         return self
@@ -162,12 +169,13 @@ class Nodes:
             for each in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each.pid, signal.SIGKILL)
-            for process in (self.forks.process, *(each.process for each in self.started)):
+            for process in self._processes():
                 process.poll()
             time.sleep(0.05)
-        for each in self.started:
-            each.process.wait(PATIENCE_S)  # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
-        self.forks.__exit__()
+        for process in self._processes():
+            process.wait(PATIENCE_S)  # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
+        if self.forks is not None:
+            self.forks.__exit__()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -4,7 +4,7 @@ Importing takes a worker of Ray five seconds of a core, and the tests start hund
 <arguments of python>`` is a small process that asks for a fork, waits for it, and ends as it did.  A raylet whose ``setup_worker.py`` is
 this file has its workers made so.  What the fork does is Ray's own program of a worker, with its own environment, folder and output; Ray
 knows it by its own pid.  ``python warm.py node start …`` is ``ray start …`` with workers made so.  A fork is told of signals that the small
-process gets.
+process gets.  ``tests/actors/test_submit.py`` has nodes and workers as users have them.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def assert_taken_over(chaos: Trial, killer: Killer, states: Sequence[str]) -> No
 
 
 class Zombie(Killer):
-    """When the second coordinator has taken over, it gives orders in the name of the dead one, and then opens the first gate."""
+    """Gives orders in the name of the dead coordinator when the second one has taken over, and then opens the first gate."""
 
     answer: Any = None
 

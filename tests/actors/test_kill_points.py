@@ -102,7 +102,7 @@ def test_a_kill_while_weights_are_gathered(tmp_path: Path) -> None:
 
 
 DOCUMENTS = CASES["documents"]
-"""What the run below trains: packed documents, gradients that are sent in bf16 and summed in buckets, whole states."""
+"""The settings of the run below: packed documents, gradients that are sent in bf16 and summed in buckets, whole states."""
 
 
 @pytest.fixture(scope="module")

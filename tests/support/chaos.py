@@ -136,7 +136,7 @@ class Witness(threading.Thread):
 
 
 Story = Generator[None, tuple[Witness, View], None]
-"""What happens to a run, one thing after the other; it gets each look at the run."""
+"""The events of a run, one after the other; it gets each look at the run."""
 
 
 def act_by(story: Story) -> Callable[[Witness, View], bool]:

@@ -208,7 +208,7 @@ class Submitted:
 
     @property
     def log(self) -> str:
-        """What the job has printed, as Ray keeps it."""
+        """Returns the lines that the job has printed, as Ray keeps them."""
         return JobSubmissionClient(self.jobs).get_job_logs(self.id)
 
     def ray(self, *arguments: str) -> str:

@@ -53,7 +53,6 @@ from tests.support.ranks import Ranks
 from tests.support.segments import finish, member, shard_hash, train_here
 from tests.support.toy_axes import registered
 from tests.support.toys import SMALL, toy_job
-from tests.support.worlds import STEPS
 
 # ---- all or none
 
@@ -92,10 +91,11 @@ def test_a_member_that_fails_before_the_commit_leaves_all_untouched(ranks: Ranks
         held = holdings(layout, version, range(3))
         finish(job, layout, [each.receipt for each in members], version, tuple(lineage))
         lineage.append((version.generation, version.step))
-    healed: list[Healed] = ranks.run(Layout(3, 1), go_on, job, held, STEPS)
+    steps = len(POINTS) + 1
+    healed: list[Healed] = ranks.run(Layout(3, 1), go_on, job, held, steps)
     assert not any(each.wrong for each in healed)
     found = finish(job, Layout(3, 1), [each.receipt for each in healed if each.receipt], healed[0].version, tuple(lineage))
-    assert found == train_here(toy_job(tmp_path / "alone", **SMALL), STEPS).hash
+    assert found == train_here(toy_job(tmp_path / "alone", **SMALL), steps).hash
 
 
 # ---- settled

@@ -39,6 +39,7 @@ def local_cluster(no_cluster_is_left: None, forks: Warm, aws_config: Path) -> It
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(warm.SOCKET, forks.path)
         patch.setattr(ray._private.ray_constants, "SETUP_WORKER_FILENAME", warm.__file__)
+        warm.lean(patch.setattr)
         patch.setenv("AWS_CONFIG_FILE", str(aws_config))  # what a node is allowed to use; nothing, until a test writes it
         for name, value in TUNED.items():
             patch.setenv(name, value)

@@ -85,24 +85,27 @@ def head() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def test_u11_a_bucket_that_is_not_shared_is_refused_with_both_nodes(folder: Path) -> None:
-    """U11: one worker would be enough, but no step has run yet, so the run ends now."""
-    job = job_of(folder, least=1)
-    with joined(folder, Node("disk", CPUS, empty=(folder / "bucket",))) as nodes:
-        run = trial(job, hash_it=False)
-        assert (run.result.state, run.result.step) == ("Failed", 0)
-        assert f"does not see bucket = {job.bucket!r} as the same place as node" in run.result.reason, run.result.reason
-        assert name_of(nodes["disk"]) in run.result.reason and name_of(head()) in run.result.reason, run.result.reason
+def assert_another_disk_ends_a_run_that_begins(folder: Path, disk: str) -> None:
+    """Checks that a run fails by both nodes while the node ``disk`` sees another bucket: one worker would be enough, but no step has run
+    yet, so the run ends now."""
+    job = job_of(folder, least=1, name="begins")
+    run = trial(job, hash_it=False)
+    assert (run.result.state, run.result.step) == ("Failed", 0)
+    assert f"does not see bucket = {job.bucket!r} as the same place as node" in run.result.reason, run.result.reason
+    assert name_of(disk) in run.result.reason and name_of(head()) in run.result.reason, run.result.reason
     assert formed(job) == []
     assert not list(Path(job.bucket).rglob(".probe-*"))
     assert_nothing_left(run)
 
 
 class Latecomers:
-    """Joins nodes to a run that already steps.  Once the run has refused all of them and taken two more steps, it is asked to stop."""
+    """Joins nodes to a run that already steps.  Once the run has refused all of them and taken two more steps, it is asked to stop.
+
+    The first node stays until the end of ``stays``, the others until that of ``stack``.
+    """
 
     def __init__(self, folder: Path, *nodes: Node) -> None:
-        self.folder, self.nodes, self.stack = folder, nodes, ExitStack()
+        self.folder, self.nodes, self.stays, self.stack = folder, nodes, ExitStack(), ExitStack()
         self.ids: dict[str, str] = {}
         self.refused_at = 0
 
@@ -110,7 +113,8 @@ class Latecomers:
         if view.step < 2:
             return False
         if not self.ids:
-            self.ids = self.stack.enter_context(joined(self.folder, *self.nodes))
+            first = self.stays.enter_context(joined(self.folder, self.nodes[0]))
+            self.ids = {**first, **self.stack.enter_context(joined(self.folder, *self.nodes[1:]))}
         coordinator = attach(witness.job_name)
         assert coordinator is not None
         lines = ray.get(coordinator.view.remote(0)).lines
@@ -132,21 +136,23 @@ def refusals(run: Trial) -> list[str]:
 @pytest.mark.parametrize("names", [["code", "disk"], pytest.param(DIFFERENT, marks=pytest.mark.full)], ids=len)
 def test_nodes_that_join_later_and_differ_are_refused_and_the_run_goes_on(folder: Path, names: list[str]) -> None:
     """R22, U8, U11: other code, code that fails only there (with an exception that does not pickle), a folder that shadows ours, torch of
-    another build or version, another Elastic, another disk."""
+    another build or version, another Elastic, another disk.  A run that begins beside another disk fails."""
     code = folder / "mine" / CODE
     nodes = [
+        Node("disk", CPUS, empty=(folder / "bucket",)),
         Node("code", CPUS, instead={code: folder / "other" / CODE}),
         Node("import", CPUS, instead={code: folder / "broken" / CODE}),
         Node("storage", CPUS, instead={ROOT / "storage": folder / "shadow" / "storage"}),
-        Node("disk", CPUS, empty=(folder / "bucket",)),
         torch_of_another_build(folder),
         Node("older", CPUS, instead={TORCH: folder / "older.py"}),
         Node("newer", CPUS, instead={ROOT / "elastic" / "__init__.py": folder / "newer.py"}),
     ]
     late = Latecomers(folder, *(node for node in nodes if node.name in names))
-    job = job_of(folder, least=1, most=8, steps=4000, data={"dataset": f"{CODE}.code:Walks", "args": {"read_s": 0.01}})
-    with late.stack:
-        run = trial(job, late, hash_it=False)
+    job = job_of(folder, least=1, most=8, steps=4000, data={"dataset": f"{CODE}.code:Walks", "args": {"read_s": 0.05}})
+    with late.stays:
+        with late.stack:
+            run = trial(job, late, hash_it=False)
+        assert_another_disk_ends_a_run_that_begins(folder, late.ids["disk"])
     assert run.result.state == "Stopped", run.result
     said = {name: [each for each in refusals(run) if each.startswith(f"node {node[:8]}")] for name, node in late.ids.items()}
     assert all(len(sentences) == 1 for sentences in said.values()), said

@@ -22,17 +22,17 @@ from elastic.runs.run import Run
 from storage.objects.s3 import S3
 from tests.data.texts import write_texts
 from tests.support.buckets import allow
-from tests.support.chaos import Witness, alone, assert_nothing_left, assert_survived, trial
+from tests.support.chaos import ASK_S, Witness, alone, assert_nothing_left, assert_survived, trial
 from tests.support.swift import SECRET, Swift
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
-STEPS, KILLED_AT, DOWN_AT, STEPS_WITHOUT, GATE = 40, 10, 13, 7, 36
+STEPS, SAVE_EVERY, DOWN_AT, STEPS_WITHOUT, GATE = 16, 3, 5, 5, 14
 SAMPLES = 16 * STEPS
 
 
 def job_of(bucket: str | Path, name: str, args: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Job:
     data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES, **args}}
-    return toy_job(bucket, name=name, steps=STEPS, data=data, checkpoint={"save_every": 5}, **changes)
+    return toy_job(bucket, name=name, steps=STEPS, data=data, checkpoint={"save_every": SAVE_EVERY}, **LIGHT | changes)
 
 
 @pytest.fixture
@@ -45,10 +45,9 @@ def bucket(swift: Swift, swift_bucket: S3, aws_config: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def reference(forty: Any) -> Any:
+def reference(tmp_path: Path) -> Any:
     """The undisturbed run, of the same samples: one process, a folder."""
-    assert (forty.job.steps, forty.job.data.args["samples"]) == (STEPS, SAMPLES)
-    return forty
+    return alone(job_of(tmp_path / "folder", "local"))
 
 
 class Outage:
@@ -56,6 +55,8 @@ class Outage:
 
     It opens the gate only then, so that the run does not end before.
     """
+
+    look_s = ASK_S
 
     def __init__(self, swift: Swift, gate: Path) -> None:
         self.swift, self.gate, self.down_at, self.ends = swift, gate, 0, list[int | None]()
@@ -82,9 +83,9 @@ def test_killed_stopped_and_resumed_from_s3(tmp_path: Path, swift: Swift, bucket
     """H3, R11: one of two replicas is SIGKILLed while it saves to the bucket; the store itself is killed, and training goes on without;
     the run is stopped, and resumed straight from ``s3://``: the same bits.
     """
-    gated = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 2)[0]
+    gated = Cursor(SAMPLES, 16, 0, "permutation").microbatch_ids(GATE, 0, 4)[0]
     args = {"read_s": 0.02, "gates": {str(gated): str(tmp_path / "gate")}}
-    fault = {"point": "save", "step": KILLED_AT, "world_rank": 1}
+    fault = {"point": "save", "step": SAVE_EVERY, "world_rank": 1}
     patience = {"grow_debounce_s": 30}  # the first world has both workers
     job = job_of(bucket, "s3", args, workers={"min": 1, "max": 2}, faults=[fault], deadlines=patience)
     outage = Outage(swift, tmp_path / "gate")

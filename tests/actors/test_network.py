@@ -27,10 +27,10 @@ from storage.checkpoints import Checkpoints
 from tests.benchmarks.storm import SHARDS
 from tests.support.chaos import REDONE, Trial, Witness, assert_bytes, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.hosts import Hosts
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 from tests.support.warm import SOCKET, Warm
 
-STEPS = 60
+STEPS = 44
 SAMPLES = 16 * STEPS
 LEASE_S = 12
 DEADLINES = {"grow_debounce_s": 5, "stall_s": 3, "fence_s": 3, "form_s": 60, "lease_s": LEASE_S}
@@ -57,7 +57,7 @@ def local_cluster(hosts: Hosts) -> Iterator[None]:
 
 def job_of(bucket: Path, name: str, **changes: Any) -> Job:
     """Returns a job that is slow enough to be cut and mended on its way, and as fast as it can be once ``calm`` exists."""
-    args = {"samples": SAMPLES, "pace_s": 0.4, "calm": str(bucket / "calm")}  # slow enough for a worker to be asked for twice
+    args = {"samples": SAMPLES, "pace_s": 0.8, "calm": str(bucket / "calm")}  # slow enough for a worker to be asked for twice
     values: dict[str, Any] = {
         "name": name,
         "steps": STEPS,
@@ -66,7 +66,7 @@ def job_of(bucket: Path, name: str, **changes: Any) -> Job:
         "checkpoint": {"save_every": 10},
         "deadlines": DEADLINES,
     }
-    return toy_job(bucket, **(values | changes))
+    return toy_job(bucket, **(LIGHT | values | changes))
 
 
 @pytest.fixture(autouse=True)

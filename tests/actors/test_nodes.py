@@ -17,10 +17,11 @@ import pytest
 from actors.view import View
 from elastic.runs.run import Run
 from tests.support.chaos import Witness, assert_survived, formed, trial
-from tests.support.kills import Director, Grow, Script
+from tests.support.kills import Director, Grow, Script, undisturbed
 from tests.support.nodes import Joined, Node, joined
 from tests.support.processes import Ended
 from tests.support.room import Room
+from tests.support.toys import LIGHT
 
 CPUS = 5
 """CPUs of one worker; the head has 8, so it has room for one."""
@@ -68,9 +69,7 @@ class PowerCuts:
         pytest.param("shard", "bucket", (8, 24), marks=LONG),
     ],
 )
-def test_a_node_loses_its_power_and_one_comes_back(
-    tmp_path: Path, script_reference: Any, layout: str, tier: str, steps: tuple[int, ...]
-) -> None:
+def test_a_node_loses_its_power_and_one_comes_back(tmp_path: Path, layout: str, tier: str, steps: tuple[int, ...]) -> None:
     """R2, R4, H4: two of three workers and the keeper beside them die at once.  The replica on the head loses no step.  Shards come from
     the memory of the head's keeper, which is the buddy of the dead one; without copies, from the last save in the bucket.  Then a node
     with room for two joins."""
@@ -82,7 +81,9 @@ def test_a_node_loses_its_power_and_one_comes_back(
         script.form(3, "live")
     with ExitStack() as stack:
         act = PowerCuts(tmp_path, script, steps, stack)
-        changes = {"copies": {"copy_every": 1, "buddy_every": BUDDY_EVERY}, "checkpoint": {"save_every": 100}} if tier == "host" else {}
+        changes: dict[str, Any] = {"steps": steps[-1] + 16, **LIGHT}
+        if tier == "host":
+            changes |= {"copies": {"copy_every": 1, "buddy_every": BUDDY_EVERY}, "checkpoint": {"save_every": 100}}
         chaos = trial(script.job(tmp_path, "nodes", workers={"min": 1, "max": 3, "cpus": CPUS}, **changes), act)
     assert [len(each) for each in act.victims] == [2] * len(steps)
     assert {end.signal for end in act.ends} == {SIGKILL}, act.ends
@@ -93,4 +94,5 @@ def test_a_node_loses_its_power_and_one_comes_back(
         for victim in victims
     ]  # from outside
     chaos = replace(chaos, job=chaos.job.replace(faults=struck))
-    assert_survived(chaos, script_reference, worlds=script.worlds, tiers=script.tiers)
+    reference = undisturbed(tmp_path / "alone", steps=chaos.job.steps, **LIGHT)
+    assert_survived(chaos, reference, worlds=script.worlds, tiers=script.tiers)

@@ -31,7 +31,7 @@ from tests.support.nodes import Node, joined
 from tests.support.patience import PATIENCE_S, until
 from tests.support.relay import FENCE_S, PATIENT_S, Desk, Forgetful, Gatherer, Speaker
 from tests.support.room import Room
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
 HOME, WORKERS = NodeId("home"), tuple(WorkerId(f"w{number}") for number in range(4))
 
@@ -283,6 +283,7 @@ def test_a_keeper_that_stands_still_while_a_worker_of_its_node_dies_costs_nobody
             checkpoint={"save_every": 100_000},
             data={"dataset": "tests.support.toys:Sums", "args": {"samples": 1_280_000}},
             deadlines={"grow_debounce_s": 30, "fence_s": 30, "silence_s": 60, "stop_s": 5},
+            **LIGHT,
         )
         try:
             chaos = trial(job, act_by(hush()), hash_it=False)

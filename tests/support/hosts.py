@@ -170,8 +170,6 @@ class Hosts:
         lean = ["--object-store-memory=80000000", "--include-log-monitor=false"]
         places = [f"--node-ip-address={self.address(host)}", f"--temp-dir={self.folder}/{host}"]
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        if host:
-            ours.pop(warm.SOCKET, None)  # its workers are forks of a process of its own, in its own namespaces
         with open(self.folder / f"host-{host}.log", "wb") as output:
             self.raylets[host] = subprocess.Popen(
                 [*inside, *ray_start, *lean, *places, *arguments],

@@ -40,6 +40,7 @@ class Node:
     instead: Mapping[Path, Path] = field(default_factory=dict)
     empty: tuple[Path, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    gpus: int = 0
 
 
 class Joined(dict[str, str]):
@@ -77,16 +78,16 @@ def joined(folder: Path, *nodes: Node) -> Iterator[Joined]:
 def _started(folder: Path, node: Node) -> subprocess.Popen[bytes]:
     mounts = [f"mount --bind {shlex.quote(str(other))} {shlex.quote(str(path))}" for path, other in node.instead.items()]
     mounts += [f"mount -t tmpfs none {shlex.quote(str(path))}" for path in node.empty]
-    ray_of = ["-m", "ray.scripts.scripts"] if node.instead else [warm.__file__, "node"]  # its forks have imported what lies there elsewhere
+    forked = all(path.is_relative_to(folder) for path in node.instead)  # else forks have imported already what lies there elsewhere
+    ray_of = [warm.__file__, "node"] if forked else ["-m", "ray.scripts.scripts"]
     start = [sys.executable, *ray_of, "start", "--block", "--disable-usage-stats", "--include-log-monitor", "false"]
     start += ["--address", ray.get_runtime_context().gcs_address, "--object-store-memory", str(80 * 2**20)]
-    start += ["--num-cpus", str(node.cpus), "--resources", json.dumps({f"test-{node.name}": 1})]
-    environment = {name: value for name, value in os.environ.items() if name != warm.SOCKET}  # its forks live and die with it
+    start += ["--num-cpus", str(node.cpus), "--num-gpus", str(node.gpus), "--resources", json.dumps({f"test-{node.name}": 1})]
     ours = {"RAY_AUTH_MODE": "disabled", "RAY_memory_monitor_refresh_ms": "0", "PYTHONDONTWRITEBYTECODE": "1"}
     with open(folder / f"node-{node.name}.log", "wb") as output:
         return subprocess.Popen(
             ["unshare", "--mount", "sh", "-ec", "\n".join([*mounts, 'exec "$@"']), "sh", *start],
-            env=environment | ours | dict(node.environment),
+            env=dict(os.environ) | ours | dict(node.environment),
             stdout=output,
             stderr=subprocess.STDOUT,
         )

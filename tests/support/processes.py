@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.support.warm import STANDS_FOR
+
 PIDFD_INFO_EXIT = 1 << 3
 INFO = struct.Struct("<QQ11Ii")
 """The first published form of ``struct pidfd_info``: mask, cgroup id, eleven ids, exit code."""
@@ -165,15 +167,21 @@ def processes(mark: str = "") -> list[Process]:
 
 
 def children(pid: int) -> list[int]:
-    """Returns all descendants of ``pid``, zombies included, as of now: parents before their children, whatever their numbers."""
+    """Returns all descendants of ``pid``, zombies included, as of now: parents before their children, whatever their numbers.
+
+    The fork that runs in place of a process (``tests/support/warm.py``) counts as its child.
+    """
     below: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         fields = _stat(int(entry.name)) if entry.name.isdigit() else None
         if fields is not None:
             below.setdefault(int(fields[1]), []).append(int(entry.name))
+            with contextlib.suppress(OSError):
+                if (name := (entry / "comm").read_text()).startswith(STANDS_FOR):
+                    below.setdefault(int(entry.name), []).append(int(name.removeprefix(STANDS_FOR)))
     found, rest = [], [pid]
     while rest:
-        rest += (next_ := below.get(rest.pop(), []))
+        rest += (next_ := [each for each in below.get(rest.pop(), ()) if each not in found])
         found += next_
     return found
 

@@ -3,8 +3,9 @@
 Importing takes a worker of Ray five seconds of a core, and the tests start hundreds.  :class:`Warm` imports once.  Then ``python warm.py
 <arguments of python>`` is a small process that asks for a fork, waits for it, and ends as it did.  A raylet whose ``setup_worker.py`` is
 this file has its workers made so.  What the fork does is Ray's own program of a worker, with its own environment, folder and output; Ray
-knows it by its own pid.  ``python warm.py node start …`` is ``ray start …`` with workers made so.  A fork is told of signals that the small
-process gets.  ``tests/actors/test_submit.py`` has nodes and workers as users have them.
+knows it by its own pid.  It is in the namespaces of the small process, and is told of signals that this one gets.  ``python warm.py node
+start …`` is ``ray start …`` with workers made so, and without the agent that takes submitted jobs.  ``tests/actors/test_submit.py`` has
+nodes and workers as users have them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:  # whoever asks for a process must start fast
+    from collections.abc import Callable
     from selectors import BaseSelector, SelectorKey
 
 SOCKET = "PROCESSES_OF_TESTS"
@@ -33,6 +36,10 @@ MODULES = (*OTHERS, *OURS)
 WORKER = "default_worker.py"
 """Ray's program of a worker, which ``setup_worker.py`` starts."""
 CONTEXT = "--serialized-runtime-env-context"
+STANDS_FOR = "for "
+"""The name, by ``/proc/<pid>/comm``, of a small process whose fork runs: this, and the pid of the fork."""
+NAMESPACES = {"mnt": 0x20000, "net": 0x40000000, "time": 0x80}
+"""The flags of Linux for the namespaces of which a fork enters those of the process that asked."""
 LIMIT = 1 << 20
 """The bytes of the longest request: a command line and an environment."""
 
@@ -87,6 +94,8 @@ def ask(path: str, command: list[str]) -> NoReturn:
         request = json.dumps({"command": command, "environment": dict(os.environ), **here}).encode()
         socket.send_fds(server, [request], [0, 1, 2])
         if pid := int(server.recv(64) or 0):
+            with open("/proc/self/comm", "w") as name:
+                name.write(f"{STANDS_FOR}{pid}")
             for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, lambda number, _: _tell(pid, number))
         try:
@@ -145,11 +154,12 @@ def _make(listener: socket.socket, waits: BaseSelector) -> None:
     if not message:
         asks.close()
         return
+    asker, _, _ = struct.unpack("3i", asks.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if not (pid := os.fork()):
         waits.close()
         listener.close()
         asks.close()
-        _become(files, **json.loads(message))
+        _become(files, asker, **json.loads(message))
     for each in files:
         os.close(each)
     process = os.pidfd_open(pid)
@@ -174,7 +184,14 @@ def _end(key: SelectorKey, waits: BaseSelector) -> None:
 
 
 def _become(
-    files: list[int], command: list[str], environment: dict[str, str], folder: str, searched: list[str], python: str, group: int
+    files: list[int],
+    asker: int,
+    command: list[str],
+    environment: dict[str, str],
+    folder: str,
+    searched: list[str],
+    python: str,
+    group: int,
 ) -> NoReturn:
     """Runs what ``python`` or, for a worker, ``python setup_worker.py`` runs with these arguments."""
     import atexit
@@ -189,6 +206,7 @@ def _become(
             os.close(each)
         os.environ.clear()
         os.environ.update(environment)
+        _enter_namespaces(asker)
         os.chdir(folder)
         sys.path[:], sys.executable = searched, python
         sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in environment)  # type: ignore[union-attr]
@@ -211,6 +229,15 @@ def _become(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _enter_namespaces(asker: int) -> None:
+    """Enters the namespaces of ``asker`` that are others than ours: a node of the tests may have a disk or a network of its own."""
+    import ctypes
+
+    other = [flag for name, flag in NAMESPACES.items() if not os.path.samefile(f"/proc/self/ns/{name}", f"/proc/{asker}/ns/{name}")]
+    if other and ctypes.CDLL(None, use_errno=True).setns(os.pidfd_open(asker), sum(other)):
+        raise OSError(ctypes.get_errno(), "the namespaces of the process that asked cannot be entered")
 
 
 def _enter_group(group: int) -> None:
@@ -243,6 +270,7 @@ def _python(command: list[str]) -> None:
         import ray
 
         ray._private.ray_constants.SETUP_WORKER_FILENAME = __file__
+        lean()
     match command:
         case ["-m", module, *_]:
             sys.argv, sys.path[:0] = command[1:], [""]
@@ -255,6 +283,29 @@ def _python(command: list[str]) -> None:
             runpy.run_path(script, run_name="__main__")
 
 
+def lean(replace: Callable[[object, str, Any], None] = setattr) -> None:
+    """Lets nodes that this process starts have no agent, dashboard, scaler or reader of logs: each computes a second and more, and no run
+    needs them."""
+    from ray import _raylet
+    from ray._private import node, services
+
+    start, agent = services.start_ray_process, "--dashboard_agent_command="
+    ports = (_raylet.METRICS_AGENT_PORT_NAME, _raylet.METRICS_EXPORT_PORT_NAME, _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME)
+
+    def start_lean(command: list[str], *arguments: Any, **options: Any) -> Any:
+        if any(word.startswith(agent) for word in command):  # of a raylet, which waits for an agent and its ports
+            of = dict(word.split("=", 1) for word in command if "=" in word)
+            for port in ports:
+                _raylet.persist_port(of["--session_dir"], of["--node_id"], port, -1)
+            command = [word for word in command if not word.startswith(agent)] + [f'{agent}sh -c "exec tail --pid=$PPID -f /dev/null"']
+        return start(command, *arguments, **options)
+
+    replace(services, "start_ray_process", start_lean)
+    replace(services, "start_api_server", lambda *_, **__: (None, None))
+    for part in ("start_monitor", "start_log_monitor"):
+        replace(node.Node, part, lambda *_: None)
+
+
 def node(words: list[str]) -> None:
     """Runs ``ray <words>``; the workers of this node are forks of the process that is named, or of one that lives below this one."""
     import runpy
@@ -264,6 +315,8 @@ def node(words: list[str]) -> None:
 
     ray._private.ray_constants.SETUP_WORKER_FILENAME = __file__
     sys.argv, sys.path[0] = ["ray", *words], ""
+    if "--include-dashboard=true" not in words:
+        lean()
     with tempfile.TemporaryDirectory(prefix="warm-") as folder, contextlib.ExitStack() as stack:
         if SOCKET not in os.environ:
             os.environ[SOCKET] = stack.enter_context(Warm(folder)).path

@@ -55,7 +55,7 @@ def test_a_test_that_must_run_may_not_be_skipped_in_ci_and_the_last_result_count
 def test_a_test_that_crashes_in_a_shared_run_has_failed(tmp_path: Path) -> None:
     """The plugin xdist may run it once more, in the process that takes the place of the one that crashed."""
     crash = "import os, pathlib\n    if not pathlib.Path('seen').exists():\n        pathlib.Path('seen').touch(); os.abort()"
-    done = run_suite(tmp_path, SUITE.format(needed=crash), "-p", "xdist.plugin", "-n", "2", "--dist", "loadgroup", ci=False)
+    done = run_suite(tmp_path, SUITE.format(needed=crash), "-p", "xdist.plugin", "-n", "1", "--dist", "loadgroup", ci=False)
     cache = tmp_path / ".pytest_cache" / "v" / capabilities.RESULTS
     assert done.returncode == 1
     assert result("test_suite.py::test_r14_needed", capabilities.json.loads(cache.read_text())) == "failed"

@@ -19,11 +19,12 @@ from elastic.job import Job
 from elastic.report.progress import Progress, spell
 from elastic.report.story import StepLine
 from elastic.runs.run import Run
-from tests.support.commands import ROOT
+from tests.support.commands import FORK, ROOT
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S
 from tests.support.screen import InTerminal, Seen
-from tests.support.toys import toy_job
+from tests.support.toys import TINY, toy_job
+from tests.support.warm import SOCKET, Warm
 
 CODE = """
 import time
@@ -65,11 +66,17 @@ VIEW = View("Running", "", "t", 1, 1, 1, 9, 10, {}, 0, [], "", False, "", None, 
 
 def written(folder: Path, name: str = "toy", **changes: object) -> str:
     """Writes a job of 8 steps, two of them saved, and user code; returns the path of the job file."""
-    job = toy_job(folder / "bucket", name=name, **{"steps": 8, "microbatch": 4, "checkpoint": {"save_every": 4}, **changes})
+    job = toy_job(folder / "bucket", name=name, **{**TINY, "steps": 8, "microbatch": 4, "checkpoint": {"save_every": 4}, **changes})
     (folder / "shown_code.py").write_text(CODE)
     path = folder / f"{name}.toml"
     path.write_text(to_toml(job))
     return str(path)
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch, forks: Warm) -> None:
+    """Commands may be forks."""
+    monkeypatch.setenv(SOCKET, forks.path)
 
 
 def steps(first: int, last: int, took_s: float, at: float = 0.0, **changes: object) -> list[StepLine]:
@@ -167,11 +174,12 @@ def test_l12_time_left_and_mfu_are_shown_if_they_say_something(
         assert ("MFU 40% (40% causal)" in text) is bool(said) and text.count("MFU") == bool(said)
 
 
+@pytest.mark.usefixtures("warm")
 def test_l12_a_terminal_shows_one_line_that_changes_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     """L12.  Also with the user's own prints in between.  The controls: the line was there, and with what a terminal does not know as an
     end of line it would be left.
     """
-    run = InTerminal(tmp_path, "train", written(tmp_path, loss="shown_code:loss"), "--local")
+    run = InTerminal(tmp_path, "train", written(tmp_path, loss="shown_code:loss"), "--local", warm=True)
     assert run.wait() == 0, run.typed
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in run.seen.lines]
     assert lines[0].startswith("checking the job: ")
@@ -187,9 +195,10 @@ def test_l12_a_terminal_shows_one_line_that_changes_and_nothing_of_it_is_left(tm
     assert any("loss" in line and "a print of the user" in line for line in seen.lines), "the control"
 
 
+@pytest.mark.usefixtures("warm")
 def test_l12_a_narrow_terminal_without_colours_that_is_resized_and_hears_ctrl_c(tmp_path: Path) -> None:
     """The line that changes fits into 40 columns, and into 30 after the window became smaller, with the ^C that the terminal writes."""
-    run = InTerminal(tmp_path, "train", written(tmp_path, steps=10_000, data=paced()), "--local", width=40, NO_COLOR="1")
+    run = InTerminal(tmp_path, "train", written(tmp_path, steps=10_000, data=paced()), "--local", warm=True, width=40, NO_COLOR="1")
     run.until(r"step 3/10000")
     run.resize(30)
     run.until(r"step 6/10000")
@@ -238,10 +247,11 @@ def test_l12_quiet_prints_the_end_only(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("local", [True, pytest.param(False, marks=pytest.mark.full)], ids=["local", "cluster"])
+@pytest.mark.usefixtures("warm")
 def test_l12_a_run_outlives_the_reader_of_what_it_prints(tmp_path: Path, local: bool) -> None:
     """The reader is gone as with ``| head``.  The control is a command that only tells something: it ends with its reader."""
     job = written(tmp_path, name="unread", loss="shown_code:loss")
-    command = [sys.executable, "-m", "elastic", "train", job, *(["--local"] if local else [])]
+    command = [sys.executable, *[FORK] * local, "-m", "elastic", "train", job, *(["--local"] if local else [])]
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment = {**ours, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -255,7 +265,12 @@ def test_l12_a_run_outlives_the_reader_of_what_it_prints(tmp_path: Path, local: 
     read, write = os.pipe()
     os.close(read)
     told = subprocess.run(
-        [sys.executable, "-m", "elastic", "metrics", job], cwd=tmp_path, env=environment, stdout=write, stderr=subprocess.PIPE, text=True
+        [sys.executable, FORK, "-m", "elastic", "metrics", job],
+        cwd=tmp_path,
+        env=environment,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     os.close(write)
     assert (told.returncode, told.stderr) == (UNREAD, "")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import accumulate, count
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.data.cursor import SAMPLINGS, Cursor, Draw, _hash, _key, permuted
@@ -56,6 +56,7 @@ def test_n_epochs_consume_every_sample_exactly_n_times(samples: int, global_batc
     assert max(histogram.values()) - min(histogram.values()) <= 1
 
 
+@settings(max_examples=40)
 @given(sizes, sizes, st.sampled_from(SAMPLINGS), st.randoms(use_true_random=False))
 def test_ids_are_a_function_of_the_step(samples: int, global_batch: int, sampling: str, rng: random.Random) -> None:
     """A2: asked in any order, by anybody, in whatever pieces, a step has the same samples: those of the stream written out."""
@@ -145,6 +146,7 @@ def test_bad_settings_are_refused(settings: dict[str, int], sentence: str) -> No
         Cursor(**settings)  # type: ignore[arg-type]
 
 
+@settings(max_examples=40)
 @given(st.integers(2, 60), st.integers(1, 30), st.sampled_from(SAMPLINGS), st.data())
 def test_avoided_samples_are_replaced_from_their_step_on_and_nothing_else_moves(
     samples: int, batch: int, sampling: str, data: st.DataObject
@@ -168,6 +170,7 @@ def mixture(sizes: tuple[int, ...]) -> Cursor:
     return Cursor(sum(sizes), 12, 3, draws=[Draw(0, 3, "permutation", weights)], sizes=sizes)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(2, 30), min_size=2, max_size=4), st.data())
 def test_g1_a_sample_of_a_mixture_is_replaced_from_its_own_part(lengths: list[int], data: st.DataObject) -> None:
     """G1: so each part keeps its turns, in every step, whatever is avoided of it.  The control: samples that earlier versions put into

@@ -65,7 +65,7 @@ def test_the_description_names_every_file_with_its_size_and_digest(store: Object
     assert store.list() == sorted([DESCRIPTION, DOCUMENTS, BLOCKS, *(file["name"] for file in described["files"])])
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=40), min_size=1, max_size=6).filter(any),
     st.booleans(),

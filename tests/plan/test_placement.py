@@ -75,7 +75,7 @@ def test_cells_are_equal_exactly_where_what_is_held_is() -> None:
 def test_the_inverse_finds_every_cell_with_elements_of_a_box(layout: Layout) -> None:
     rng, degrees = random.Random(7), placement.degrees_of(layout)
     for tensor in TENSORS:
-        for _ in range(20):
+        for _ in range(8):
             start = tuple(rng.randrange(size) for size in tensor.shape)
             part = Slice(
                 tensor.name, tensor.kind, start, tuple(rng.randint(a + 1, size) for a, size in zip(start, tensor.shape, strict=True))
@@ -146,7 +146,7 @@ def test_deliver_notices_a_move_left_out_made_twice_or_from_a_stranger() -> None
             deliver(held, after, members, wrong)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_two_broken_worlds_cover_exactly_what_numpy_finds(seed: int) -> None:
     """Cells of two layouts, some of them lost: coverage by classes, and what is left to the bucket, element by element."""
     rng = random.Random(seed)
@@ -219,12 +219,12 @@ def own_axes(_toys: None) -> Iterator[None]:
 @pytest.mark.usefixtures("own_axes")
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if not layout.more], ids=str)
 def test_a_class_stands_for_its_tensors_also_if_some_have_no_elements(layout: Layout) -> None:
-    assert [lie for seed in range(200) for lie in classes_that_lie(random.Random(seed), layout)] == []
+    assert [lie for seed in range(60) for lie in classes_that_lie(random.Random(seed), layout)] == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_class_along_the_toys_stands_for_its_tensors_too(layout: Layout) -> None:
-    assert [lie for seed in range(200) for lie in classes_that_lie(random.Random(seed), layout)] == []
+    assert [lie for seed in range(60) for lie in classes_that_lie(random.Random(seed), layout)] == []
 
 
 @pytest.mark.usefixtures("own_axes")

@@ -35,7 +35,7 @@ from tests.control.test_takeover import folded
 from tests.runs.test_metrics import Written, lines
 from tests.support.job_file import to_toml
 from tests.support.report_page import Read, read_page
-from tests.support.toys import toy_job
+from tests.support.toys import TINY, toy_job
 
 pytestmark = pytest.mark.fast
 
@@ -192,7 +192,7 @@ def test_l2_a_run_without_ray_and_one_that_has_no_step_yet(tmp_path: Path) -> No
     held_out = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
     sinks = {"tests.support.sinks:Table": {"path": str(tmp_path / "hush.db")}}
     keeps = {"save_every": 4, "keep_last": 2, "keep_younger": "24h"}
-    job = toy_job(tmp_path / "bucket", steps=10, checkpoint=keeps, validation=held_out, metrics={"sinks": sinks})
+    job = toy_job(tmp_path / "bucket", steps=10, checkpoint=keeps, validation=held_out, metrics={"sinks": sinks}, **TINY)
     empty = commanded(Run.open(job), tmp_path)
     assert empty.texts["p"][1] == "The run has begun and has not committed a step yet."
     assert not empty.data and empty.tiles == {"Step": "0"}
@@ -231,7 +231,7 @@ def test_each_rule_that_keeps_a_checkpoint_has_words() -> None:
 
 def test_l2_a_branch_is_shown_with_what_it_changed(tmp_path: Path) -> None:
     """L2: the learning rates are those of the formula on both sides of the branch."""
-    settings: dict[str, Any] = {"checkpoint": {"save_every": 4}, "schedule": {"kind": "constant", "warmup_steps": 0}}
+    settings: dict[str, Any] = {**TINY, "checkpoint": {"save_every": 4}, "schedule": {"kind": "constant", "warmup_steps": 0}}
     run_local(toy_job(tmp_path / "bucket", steps=4, **settings), lambda _: None)
     job = toy_job(tmp_path / "bucket", steps=8, optim={"lr": 0.125}, **settings)
     run = Run.look(job, branch=True)

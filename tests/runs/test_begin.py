@@ -24,7 +24,7 @@ from tests.control.play import stepping
 from tests.runs.test_metrics import Written
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.job_file import to_toml
-from tests.support.toys import toy_job
+from tests.support.toys import TINY, toy_job
 
 pytestmark = pytest.mark.fast
 STATE = state_of(TENSORS[:1], seed=1)
@@ -139,7 +139,7 @@ def test_l4_a_rollback_claims_the_run_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("branched", [False, True])
 def test_a_run_whose_job_is_gone_is_refused_before_anything_is_written(tmp_path: Path, branched: bool) -> None:
     """The judge is the list of all files.  The controls: with the file it goes on; a new name takes its weights."""
-    job, other = toy_job(tmp_path, steps=2), toy_job(tmp_path, steps=4, optim={"lr": 0.5})
+    job, other = toy_job(tmp_path, steps=2, **TINY), toy_job(tmp_path, steps=4, optim={"lr": 0.5}, **TINY)
     assert launch(job, local=True, show=lambda _: None).state == "Finished"
     if branched:
         job = job.replace(steps=3)
@@ -163,7 +163,7 @@ def test_a_run_whose_job_is_gone_is_refused_before_anything_is_written(tmp_path:
 @pytest.mark.parametrize("deleted", [True, False])
 def test_a_local_run_whose_folder_is_deleted_says_so(tmp_path: Path, deleted: bool) -> None:
     """The control: another command has claimed the run."""
-    job = toy_job(tmp_path, steps=2)
+    job = toy_job(tmp_path, steps=2, **TINY)
 
     def show(line: object) -> None:
         if getattr(line, "step", 0) == 1:

@@ -38,7 +38,7 @@ from storage.journal import Journal
 from tests.control.play import but, stepping
 from tests.runs.test_metrics import Written
 from tests.storage.states import TENSORS, state_of, write
-from tests.support.toys import toy_job
+from tests.support.toys import TINY, toy_job
 
 pytestmark = pytest.mark.fast
 
@@ -48,7 +48,7 @@ RULES: dict[str, Any] = {"save_every": 2, "keep_last": 2, "keep_best": True}
 def trained(folder: Path, steps: int, lr: float = 1e-9, checkpoint: Mapping[str, Any] = RULES, **held_out: Any) -> Job:
     """Trains in this process, so slowly that only the samples decide which loss is the lowest."""
     validation = {"every": 2, "args": {"samples": 16, **held_out}}
-    job = toy_job(folder, steps=steps, optim={"lr": lr}, validation=validation, checkpoint=checkpoint)
+    job = toy_job(folder, steps=steps, optim={"lr": lr}, validation=validation, checkpoint=checkpoint, **TINY)
     run = Run.look(job, branch=True)
     run.branch(7.0)
     assert run_local(job, lambda _: None)[0] == "Finished"

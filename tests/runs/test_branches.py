@@ -19,13 +19,13 @@ from elastic.runs.run import Run
 from storage.errors import Exists
 from storage.objects import ObjectStore
 from tests.support.chaos import alone, exported_hash
-from tests.support.toys import Sums, toy_job
+from tests.support.toys import TINY, Sums, toy_job
 
 CONSTANT = {"kind": "constant"}
 
 
 def extending(folder: Path, steps: int, **changes: Any) -> Job:
-    return toy_job(folder, **{"name": "run", "steps": steps, "schedule": CONSTANT} | changes)
+    return toy_job(folder, **{**TINY, "microbatch": 4, "name": "run", "steps": steps, "schedule": CONSTANT} | changes)
 
 
 def trained(job: Job, *, branch: bool = False) -> list[str]:
@@ -43,7 +43,7 @@ def begun(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:
 
 def test_l4_an_extended_run_has_the_bits_of_a_longer_one(tmp_path: Path) -> None:
     """L4: twice extended.  The control: with another learning rate from step 4 on, other bits."""
-    longer = alone(toy_job(tmp_path / "longer", name="longer", steps=8, schedule=CONSTANT))
+    longer = alone(extending(tmp_path / "longer", 8, name="longer"))
     trained(extending(tmp_path, 4))
     said = trained(extending(tmp_path, 6), branch=True)
     assert any(text.startswith("branch 2 of run goes on from step 4: steps = 4 before and 6 now") for text in said)

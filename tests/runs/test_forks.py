@@ -38,7 +38,7 @@ from tests.storage.states import TENSORS, state_of, write
 from tests.support.chaos import exported_hash
 from tests.support.patience import PATIENCE_S
 from tests.support.stores import Forwarding
-from tests.support.toys import toy_job
+from tests.support.toys import SMALL, TINY, toy_job
 
 FAST = {"optim": {"lr": 3e-2}}
 STATE = state_of(TENSORS[:2], seed=1)
@@ -46,8 +46,7 @@ _numbers = itertools.count()
 
 
 def job_of(folder: Path, name: str = "run", steps: int = 6, **changes: Any) -> Job:
-    small = {"vocab": 29, "dim": 16, "layers": 2, "heads": 2, "dropout": 0.1}
-    settings = {"schedule": {"kind": "constant"}, "checkpoint": {"save_every": 2}, "model_args": small, "microbatch": 4}
+    settings = {**TINY, "schedule": {"kind": "constant"}, "checkpoint": {"save_every": 2}}
     return toy_job(folder, **{"name": name, "steps": steps} | settings | changes)
 
 
@@ -440,6 +439,7 @@ def test_l7_the_best_checkpoint_of_a_run_in_this_process_is_kept_and_others_go(t
     """L7: with ``--local``, too, also by a command that goes on.  The judge reads the losses from what was shown."""
     rules = {"save_every": 2, "keep_last": 2, "keep_best": keep_best}
     settings = {"validation": {"every": 2, "args": {"samples": 16}}, "optim": {"lr": 1.0}, "checkpoint": rules}
+    settings |= {"model_args": SMALL["model_args"], "microbatch": 4}
     shown = trained(job_of(tmp_path, steps=8, **settings))
     shown += trained(job_of(tmp_path, steps=14, **settings), branch=True)
     losses = {line.step: line.loss for line in shown if isinstance(line, Scored)}

@@ -38,7 +38,7 @@ from tests.storage.states import TENSORS, state_of, write
 from tests.support.patience import until
 from tests.support.sinks import rows_in
 from tests.support.stores import Forwarding
-from tests.support.toys import toy_job
+from tests.support.toys import TINY, toy_job
 
 pytestmark = pytest.mark.fast
 
@@ -361,7 +361,7 @@ def test_l2_a_sink_gets_each_final_step_once(tmp_path: Path) -> None:
         "tests.support.sinks:Table": {"path": str(there), "broken": str(broken)},
         "tests.support.sinks:Forgetful": {"path": str(forgetful)},
     }
-    job = toy_job(tmp_path, steps=10, checkpoint={"save_every": 2}, metrics={"sinks": sinks})
+    job = toy_job(tmp_path, steps=10, checkpoint={"save_every": 2}, metrics={"sinks": sinks}, **TINY)
     shown, told = list[StepLine](), list[str]()
 
     def show(line: Line) -> None:
@@ -390,7 +390,7 @@ def test_l2_a_sink_gets_each_final_step_once(tmp_path: Path) -> None:
 
 def test_l2_what_goes_on_from_an_older_step_is_another_run_of_a_tracker(tmp_path: Path) -> None:
     """L2, G2: it has each step that counts; the abandoned ones stay where they were shown.  An own branch without that is the same run."""
-    sinks, sink = {"tests.support.sinks:Titled": {"path": str(tmp_path / "steps")}}, {"checkpoint": {"save_every": 2}}
+    sinks, sink = {"tests.support.sinks:Titled": {"path": str(tmp_path / "steps")}}, {**TINY, "checkpoint": {"save_every": 2}}
     run_local(toy_job(tmp_path, steps=6, metrics={"sinks": sinks}, **sink), lambda line: None)
     longer = toy_job(tmp_path, steps=8, metrics={"sinks": sinks}, **sink)
     launch(longer, local=True, branch=True, show=lambda line: None)
@@ -414,7 +414,7 @@ def test_l2_a_sink_that_hangs_disturbs_neither_the_run_nor_another_sink(tmp_path
     }
     shown, told = dict[str, list[float]](), list[str]()
     for name, each in (("hanging", sinks), ("calm", {})):
-        job = toy_job(tmp_path / name, steps=6, checkpoint={"save_every": 2}, metrics={"sinks": each})
+        job = toy_job(tmp_path / name, steps=6, checkpoint={"save_every": 2}, metrics={"sinks": each}, **TINY)
         shown[name] = []
 
         def show(line: Line, losses: list[float] = shown[name]) -> None:

@@ -12,7 +12,9 @@ from storage.errors import Exists, Missing
 from storage.objects import ObjectStore
 
 
-class Conformance:
+class Writes:
+    """What is written, and by whom: all that differs where an object goes up in parts."""
+
     races = 20
     """Number of times that many threads create one object; a store that is a network away uses fewer."""
 
@@ -39,6 +41,54 @@ class Conformance:
         assert store.get("a") == store.get("b") == bytes(data)
         assert store.size("b") == len(data)
         assert store.list() == ["a", "b"]
+
+    def test_keys_of_any_letters(self, store: ObjectStore) -> None:
+        keys = sorted(["ü/名前 with blank.json", "a@0,0-16,64", "emoji-🔥", "plus+and%20percent#hash?query"])
+        for key in keys:
+            store.put_if_absent(key, key.encode())
+        assert store.list() == keys
+        assert [store.get(key) for key in keys] == [key.encode() for key in keys]
+
+    def test_create_only(self, store: ObjectStore) -> None:
+        store.put_if_absent("a", b"first")
+        with pytest.raises(Exists, match="/a exists"):
+            store.put_if_absent("a", b"second")
+        assert store.get("a") == b"first"
+
+    def test_create_only_against_a_rival_that_is_quicker(self, store: ObjectStore) -> None:
+        def pieces() -> Iterator[bytes]:
+            yield b"mi"
+            store.put_if_absent("a", b"theirs")
+            yield b"ne"
+
+        with pytest.raises(Exists):
+            store.put_if_absent("a", pieces())
+        assert store.get("a") == b"theirs"
+
+    def test_of_many_threads_one_creates(self, store: ObjectStore) -> None:
+        names = [f"{number}".encode() for number in range(8)]
+        for round_ in range(self.races):
+            winners = race(store, f"key-{round_}", names)
+            assert len(winners) == 1
+            assert store.get(f"key-{round_}") == winners[0]
+
+    def test_a_put_that_fails_half_way_leaves_nothing(self, store: ObjectStore) -> None:
+        def broken() -> Iterator[bytes]:
+            yield b"half"
+            raise RuntimeError("the source broke")
+
+        store.put("old", b"whole")
+        with pytest.raises(RuntimeError):
+            store.put("old", broken())
+        for verb in (store.put, store.put_if_absent):
+            with pytest.raises(RuntimeError):
+                verb("new", broken())
+        assert store.get("old") == b"whole"
+        assert store.list() == ["old"]
+
+
+class Conformance(Writes):
+    """The whole suite."""
 
     def test_ranges_are_those_of_a_python_slice(self, store: ObjectStore) -> None:
         store.put("a", b"0123456789")
@@ -102,54 +152,10 @@ class Conformance:
         store.delete("a")
         assert not store.exists("a")
 
-    def test_keys_of_any_letters(self, store: ObjectStore) -> None:
-        keys = sorted(["ü/名前 with blank.json", "a@0,0-16,64", "emoji-🔥", "plus+and%20percent#hash?query"])
-        for key in keys:
-            store.put_if_absent(key, key.encode())
-        assert store.list() == keys
-        assert [store.get(key) for key in keys] == [key.encode() for key in keys]
-
     @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", "a/.partial-b"])
     def test_what_is_no_key(self, store: ObjectStore, key: str) -> None:
         with pytest.raises(ValueError, match="is not a valid key"):
             store.put(key, b"")
-
-    def test_create_only(self, store: ObjectStore) -> None:
-        store.put_if_absent("a", b"first")
-        with pytest.raises(Exists, match="/a exists"):
-            store.put_if_absent("a", b"second")
-        assert store.get("a") == b"first"
-
-    def test_create_only_against_a_rival_that_is_quicker(self, store: ObjectStore) -> None:
-        def pieces() -> Iterator[bytes]:
-            yield b"mi"
-            store.put_if_absent("a", b"theirs")
-            yield b"ne"
-
-        with pytest.raises(Exists):
-            store.put_if_absent("a", pieces())
-        assert store.get("a") == b"theirs"
-
-    def test_of_many_threads_one_creates(self, store: ObjectStore) -> None:
-        names = [f"{number}".encode() for number in range(8)]
-        for round_ in range(self.races):
-            winners = race(store, f"key-{round_}", names)
-            assert len(winners) == 1
-            assert store.get(f"key-{round_}") == winners[0]
-
-    def test_a_put_that_fails_half_way_leaves_nothing(self, store: ObjectStore) -> None:
-        def broken() -> Iterator[bytes]:
-            yield b"half"
-            raise RuntimeError("the source broke")
-
-        store.put("old", b"whole")
-        with pytest.raises(RuntimeError):
-            store.put("old", broken())
-        for verb in (store.put, store.put_if_absent):
-            with pytest.raises(RuntimeError):
-                verb("new", broken())
-        assert store.get("old") == b"whole"
-        assert store.list() == ["old"]
 
 
 def race(store: ObjectStore, key: str, contents: list[bytes]) -> list[bytes]:

@@ -15,7 +15,7 @@ from storage.errors import Exists, Missing, Unavailable
 from storage.objects import ObjectStore
 from storage.objects.remote import RemotePolicy, Transient
 from storage.objects.s3 import S3, UPLOADS
-from tests.storage.conformance import Conformance
+from tests.storage.conformance import Conformance, Writes
 from tests.support.buckets import below
 from tests.support.unruly import App, Environ, Fault, Start, Unruly, dripping, lost_answer, reset, says, silent, truncated, without_mark
 
@@ -28,8 +28,8 @@ class TestSwift(Conformance):
         return below(swift_bucket)
 
 
-class TestSwiftInParts(Conformance):
-    """Every object, the smallest too, goes up as parts and is completed."""
+class TestSwiftInParts(Writes):
+    """Every object, the smallest too, goes up as parts and is completed; it is read and deleted as any other."""
 
     races = 1
 

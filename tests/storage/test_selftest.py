@@ -11,8 +11,8 @@ from storage.errors import Unavailable
 from storage.objects import ObjectStore
 from storage.objects.s3 import S3
 from storage.objects.selftest import check
-from tests.support.buckets import below, enter, new_bucket
-from tests.support.swift import Swift
+from tests.support.buckets import below, enter
+from tests.support.swift import UNCHANGED
 from tests.support.toys import toy_job
 from tests.support.unruly import Fault, Unruly, flipped, flipped_upload, framed, without
 
@@ -57,16 +57,13 @@ def test_a_store_that_misbehaves_is_refused_by_name(unruly: Unruly, moto_bucket:
     assert store.list() == []
 
 
-def test_a_store_that_looks_first_and_writes_then_is_refused(tmp_path: Path) -> None:
+def test_a_store_that_looks_first_and_writes_then_is_refused(swift_bucket: S3) -> None:
     """Unchanged Swift refuses a single create-only write of an object that exists; of several at the same time, all may win."""
-    with Swift(tmp_path / "swift", once=False) as server:
-        store = below(new_bucket(server))
-        with pytest.raises(
-            Unavailable, match=r"\d of 8 create-only writes .* were told that they won; use one that decides them one by one"
-        ):
-            for _ in range(20):
-                check(store, "run")
-        assert store.list() == []
+    store = S3(swift_bucket.filesystem, f"{below(swift_bucket).root}/{UNCHANGED}")
+    with pytest.raises(Unavailable, match=r"\d of 8 create-only writes .* were told that they won; use one that decides them one by one"):
+        for _ in range(20):
+            check(store, "run")
+    assert store.list() == []
 
 
 def test_it_costs_some_thirty_requests(unruly: Unruly, moto_bucket: S3) -> None:

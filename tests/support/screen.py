@@ -20,7 +20,7 @@ import termios
 import threading
 from pathlib import Path
 
-from tests.support.commands import MARK, ROOT
+from tests.support.commands import FORK, MARK, ROOT
 from tests.support.patience import PATIENCE_S
 
 SEQUENCE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
@@ -80,9 +80,12 @@ class Seen:
 
 
 class InTerminal:
-    """``python -m elastic <arguments>`` in a pseudo-terminal of its own, of which ``typed`` is everything that it has printed."""
+    """``python -m elastic <arguments>`` in a pseudo-terminal of its own, of which ``typed`` is everything that it has printed.
 
-    def __init__(self, folder: Path, *arguments: str, width: int = 100, **environment: str) -> None:
+    If it is ``warm``, a fork of the process at ``SOCKET`` does that.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, warm: bool = False, width: int = 100, **environment: str) -> None:
         ours = {
             name: value
             for name, value in os.environ.items()
@@ -91,9 +94,9 @@ class InTerminal:
         self.master, slave = pty.openpty()
         self.typed, self.seen, self._heard = "", Seen(width), threading.Condition()
         self.resize(width)
-        known = {"PYTHONPATH": f"{folder}:{ROOT}", "TERM": "xterm-256color", MARK: str(folder)}
+        known = {"PYTHONPATH": f"{folder}:{ROOT}", "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1", MARK: str(folder)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "elastic", *arguments],
+            [sys.executable, *[FORK] * warm, "-m", "elastic", *arguments],
             cwd=folder,
             env={**ours, **known, **environment},
             stdin=slave,

@@ -1,7 +1,7 @@
 """A real S3 server: OpenStack Swift with s3api, on loopback, in a folder of its own, its four servers each a real process.
 
 It checks signatures, honours create-only writes and ranges, and keeps what it has when it is killed.  As it comes, though, it may tell
-several overlapping create-only writes that each has won; ``once`` puts a filter before it that lets them in one by one.
+several overlapping create-only writes that each has won; the filter ``once`` before it lets them in one by one.
 The folder must be on a file system with user xattrs; nothing else is needed of the machine.
 """
 
@@ -23,10 +23,12 @@ from tests.support.processes import free_ports
 KEY, SECRET = "test:tester", "testing"
 REGION = "us-east-1"
 ROOT = Path(__file__).parents[2]
+UNCHANGED = "unchanged"
+"""The folder below which the filter ``once`` does nothing."""
 SERVERS = ("object", "container", "account", "proxy")
 
 PIPELINE = (
-    "catch_errors gatekeeper proxy-logging cache {once}listing_formats bulk s3api tempauth "
+    "catch_errors gatekeeper proxy-logging cache once listing_formats bulk s3api tempauth "
     "copy slo dlo versioned_writes proxy-logging proxy-server"
 )
 PROXY = """
@@ -50,9 +52,7 @@ use = egg:swift#proxy_logging
 [filter:once]
 paste.filter_factory = tests.support.swift_once:filter_factory
 """
-PLAIN = "".join(
-    f"[filter:{name}]\nuse = egg:swift#{name}\n" for name in PIPELINE.format(once="").split()[:-1] if f"[filter:{name}]" not in PROXY
-)
+PLAIN = "".join(f"[filter:{name}]\nuse = egg:swift#{name}\n" for name in PIPELINE.split()[:-1] if f"[filter:{name}]" not in PROXY)
 
 
 RINGS = """
@@ -71,8 +71,8 @@ for name, port in (each.split("=") for each in sys.argv[2:]):
 class Swift:
     """``with Swift(folder) as server:`` serves S3 at ``server.endpoint``; ``kill`` and ``start`` are for tests of outages."""
 
-    def __init__(self, folder: Path, *, once: bool = True) -> None:
-        self.folder, self.pipeline = folder, PIPELINE.format(once="once " if once else "")
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.ports = dict(zip((*SERVERS, "nowhere"), free_ports(len(SERVERS) + 1), strict=True))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "devices" / "d").mkdir(parents=True)
@@ -151,7 +151,7 @@ class Swift:
             )
             rest = f"[app:{name}-server]\nuse = egg:swift#{name}\n[pipeline:main]\npipeline = {name}-server\n"
             if name == "proxy":
-                rest = PROXY.format(pipeline=self.pipeline, secret=SECRET, region=REGION, nowhere=self.ports["nowhere"]) + PLAIN
+                rest = PROXY.format(pipeline=PIPELINE, secret=SECRET, region=REGION, nowhere=self.ports["nowhere"]) + PLAIN
             (self.folder / f"{name}-server.conf").write_text(common + rest)
         ports = [f"{name}={self.ports[name]}" for name in SERVERS[:-1]]
         subprocess.run([sys.executable, "-W", "ignore", "-c", RINGS, str(self.folder), *ports], check=True, timeout=PATIENCE_S)

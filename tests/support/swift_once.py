@@ -1,7 +1,8 @@
 """A filter for Swift's proxy, which makes create-only writes of one object wait for each other.
 
 Swift decides ``If-None-Match: *`` when a PUT begins (its object server looks once, before it receives the body), so several overlapping
-PUTs are all told that they won.  There is one proxy, which is one process, so a lock for each key is enough.
+PUTs are all told that they won.  There is one proxy, which is one process, so a lock for each key is enough.  Below a folder ``UNCHANGED``
+the server is as it comes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from eventlet.semaphore import Semaphore
 
+from tests.support.swift import UNCHANGED
+
 App = Callable[..., Iterable[bytes]]
 
 
@@ -21,7 +24,8 @@ def filter_factory(settings: dict[str, str], **more: str) -> Callable[[App], App
 
     def around(app: App) -> App:
         def once(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-            if "HTTP_IF_NONE_MATCH" not in environ or environ["REQUEST_METHOD"] not in ("PUT", "POST"):
+            asks = "HTTP_IF_NONE_MATCH" in environ and environ["REQUEST_METHOD"] in ("PUT", "POST")
+            if not asks or f"/{UNCHANGED}/" in environ["PATH_INFO"]:
                 return app(environ, start)
             with locks[environ["PATH_INFO"]]:
                 return list(app(environ, start))  # the completion of a multipart upload does its work while its answer is read

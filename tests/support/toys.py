@@ -211,6 +211,8 @@ SMALL: Mapping[str, Any] = {
 """Changes of :func:`toy_job` for a smaller model and half of the microbatches."""
 LIGHT: Mapping[str, Any] = {"model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1}, "microbatch": 4}
 """Settings of :func:`toy_job` with which a step takes a third of the time of the processor: two layers, and 4 microbatches a step."""
+TINY: Mapping[str, Any] = {"model_args": {"vocab": 29, "dim": 16, "layers": 1, "heads": 2, "dropout": 0.1}, "microbatch": 8}
+"""Settings of :func:`toy_job` for tests of what is around the training, in which a step takes a tenth of the time of the processor."""
 
 
 def toy_job(bucket: Path | str, **changes: Any) -> Job:

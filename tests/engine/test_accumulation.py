@@ -17,7 +17,7 @@ from tests.engine.test_bits import plain_training
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
 from tests.support.segments import compute, here, member
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 STEPS, UNITS = 2, 3
 """Steps of a run; units of the model, which are its two blocks and the rest."""
@@ -38,12 +38,13 @@ def mean_of_means(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, T
 
 
 def accumulating(folder: Path, microbatch: int, **changes: Any) -> Job:
-    return toy_job(
+    return small_job(
         folder,
         **{
             "model": "tests.engine.test_bits:double",
             "model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2},
             "loss": f"{__name__}:next_token",
+            "global_batch": 16,
             "microbatch": microbatch,
             "optim": {"lr": 1e-2, "clip_norm": 1e9},
             **changes,

@@ -31,7 +31,7 @@ from tests.engine.test_bits import plain_training
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks
 from tests.support.segments import finish, member, train_here
-from tests.support.toys import BatchNormed, batch_normed, toy_job
+from tests.support.toys import BatchNormed, batch_normed, small_job
 from tests.support.worlds import STEPS
 from tests.train.test_transaction import Settled, fenced_in_the_commit, undisturbed
 
@@ -41,7 +41,7 @@ HERE = "tests.engine.test_batch_norm"
 
 
 def job_of(folder: Path, **changes: Any) -> Job:
-    return toy_job(folder, **{"model": "tests.support.toys:batch_normed", "model_args": {}, **changes})
+    return small_job(folder, **{"model": "tests.support.toys:batch_normed", "model_args": {}, **changes})
 
 
 def double(**args: Any) -> nn.Module:
@@ -258,7 +258,7 @@ def test_a_norm_that_is_not_used_once_is_refused(tmp_path: Path, model: str, say
 def test_a_norm_may_be_frozen(tmp_path: Path, precision: str) -> None:
     told = alone(job_of(tmp_path, model=f"{HERE}:Unused", model_args={"freezes": True}, precision=precision), 1)
     tracked = {name.rpartition(".")[0]: int(value) for name, value in told.buffers.items() if name.endswith("tracked")}
-    assert tracked == {"layers.0.norm": 0, "layers.1.norm": 8, "image": 8, "unused": 0}
+    assert tracked == {"layers.0.norm": 0, "layers.1.norm": 4, "image": 4, "unused": 0}
     assert told.buffers["layers.0.norm.running_mean"].eq(0).all() and told.buffers["layers.1.norm.running_mean"].ne(0).all()
 
 

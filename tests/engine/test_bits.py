@@ -25,7 +25,7 @@ from elastic.runs.run import Run
 from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
 from tests.support.segments import Part, segment, train, train_here
-from tests.support.toys import Own, toy_job
+from tests.support.toys import Own, small_job
 
 
 class Transposed(Own):
@@ -44,15 +44,15 @@ class Transposed(Own):
 @pytest.mark.parametrize(("layout", "zero"), [(Layout(1, 2), 2), (Layout(1, 3), 3)], ids=str)
 def test_weights_in_another_order_in_memory_too(ranks: Ranks, tmp_path: Path, layout: Layout, zero: int) -> None:
     """Promise 1.  A world of several shards cuts such weights into parts, which are in the usual order; FSDP2 refuses them."""
-    job = toy_job(tmp_path / "one", model="tests.engine.test_bits:Transposed", model_args={})
+    job = small_job(tmp_path / "one", model="tests.engine.test_bits:Transposed", model_args={})
     one = train_here(job, 2)
     assert train(ranks, job.replace(bucket=str(tmp_path / "more"), parallel={"zero": zero}), layout, 2).hash == one.hash
 
 
 def test_the_library_sum_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
     """E6: negative control of the fold: without it the bits do differ, so the equality above is not for free; the values stay near."""
-    one = train_here(toy_job(tmp_path / "one", reproducible=False), 2)
-    three = train(ranks, toy_job(tmp_path / "three", reproducible=False), Layout(3, 1), 2)
+    one = train_here(small_job(tmp_path / "one", reproducible=False), 2)
+    three = train(ranks, small_job(tmp_path / "three", reproducible=False), Layout(3, 1), 2)
     assert one.hash != three.hash
     for a, b in zip(one.outcomes, three.outcomes, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-4)
@@ -103,7 +103,7 @@ def plain_training(
 
 def test_moments_slice_by_slice_through_reshapes_against_an_unsharded_adamw(ranks: Ranks, tmp_path: Path) -> None:
     """A4 (AdamW): 1×3 → 1×2 → 2×2, from the bucket each time: stored parameters and both moments are close to torch.optim's."""
-    job = toy_job(tmp_path, global_batch=8)
+    job = small_job(tmp_path, global_batch=8)
     version = Version(0, 0)
     for layout, last in ((Layout(1, 3), 2), (Layout(1, 2), 4), (Layout(2, 2), 7)):
         trained = train(ranks, job, layout, last, version)
@@ -149,7 +149,7 @@ def test_blocks_against_plain_torch_in_float64(ranks: Ranks, tmp_path: Path) -> 
 
     The control: a gradient of every block is lost.
     """
-    job = toy_job(
+    job = small_job(
         tmp_path,
         model="tests.engine.test_bits:double",
         model_args={"vocab": 29, "dim": 32, "layers": 2, "heads": 2},

@@ -19,7 +19,7 @@ from elastic.train.preflight import preflight
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
 from tests.support.segments import compute, member
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 BLOCK, REST = 4 * 32 * 32 + 3 * 32 * 96 + 2 * 32, 30 * 32 + 32
 """Elements of a block of the toy model, of which there are four, and of the rest; counted by hand."""
@@ -28,7 +28,7 @@ FREE = {"reproducible": False, "copies": {"copy_every": 0}, "model_args": EVEN}
 
 
 def bucketed(folder: Path, elements: int | str, zero: int = 2, **changes: Any) -> Job:
-    return toy_job(folder, parallel={"zero": zero, "bucket_elements": elements}, **changes)
+    return small_job(folder, parallel={"zero": zero, "bucket_elements": elements}, **changes)
 
 
 def stepping(world: World, job: Job) -> tuple[Calls, list[list[int]], list[int]]:
@@ -119,6 +119,6 @@ def test_stage_3_with_buckets_is_refused(parallel: dict[str, Any]) -> None:
     """Controls: other stages, and replicas alone."""
     said = r"parallel\.bucket_elements = 9 with parallel\.zero = .*: stage 3 gathers .* set parallel\.zero to 0, 1 or 2, or leave"
     with pytest.raises(JobError, match=said):
-        toy_job("/nowhere", parallel={"bucket_elements": 9, **parallel}, workers={"max": 4})
+        small_job("/nowhere", parallel={"bucket_elements": 9, **parallel}, workers={"max": 4})
     for fine in ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"dp_shard": 1}):
-        assert toy_job("/nowhere", parallel={"bucket_elements": 9, **fine}, workers={"max": 4}).parallel.elements == 9
+        assert small_job("/nowhere", parallel={"bucket_elements": 9, **fine}, workers={"max": 4}).parallel.elements == 9

@@ -24,7 +24,7 @@ from elastic.train.model import build_model, builder_of, tensors_of
 from elastic.train.session import make_session
 from tests.support.ranks import Ranks
 from tests.support.segments import Part, finish, segment, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 MODEL = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}
 WORLDS = ((Layout(1, 2), None), (Layout(2, 1), None), (Layout(1, 1), None), (Layout(1, 2), 2))
@@ -84,7 +84,7 @@ def test_no_world_compiles_anything_after_the_warm_up(three: Ranks, tmp_path: Pa
 
     The control warms up with shards only; then a world without shards traces its blocks.
     """
-    job = toy_job(tmp_path / "warm", compile=True, model_args=MODEL, workers={"max": 4}, **changes)
+    job = small_job(tmp_path / "warm", compile=True, model_args=MODEL, workers={"max": 4}, **changes)
     warmed = []
     for process in range(max(layout.world for layout, _ in worlds)):  # one after the other, so that later ones find code on the disk
         three.start(Layout(1, 1), [process], warm, job, str(tmp_path), True)
@@ -97,7 +97,7 @@ def test_no_world_compiles_anything_after_the_warm_up(three: Ranks, tmp_path: Pa
         assert [counts for _, counts in found] == warmed[: layout.world], (layout, zero)
         hashes.add(finish(own, layout, [part.receipt for part, _ in found], Version(2, found[0][0].outcomes[-1].generation)))
     assert len(hashes) == 1
-    assert train_here(toy_job(tmp_path / "plain", model_args=MODEL, **changes), 2).hash not in hashes
+    assert train_here(small_job(tmp_path / "plain", model_args=MODEL, **changes), 2).hash not in hashes
     warmed = three.run(Layout(1, 1), warm, job, str(tmp_path), False)
     assert [counts for _, counts in three.run(Layout(1, 1), step, job)] != warmed
 
@@ -108,7 +108,7 @@ def test_worlds_that_gather_once_a_step_find_their_code_too(three: Ranks, tmp_pa
 
     The control warms up as if they had no room for whole weights.
     """
-    job = toy_job(tmp_path, compile=True, precision="bf16", model_args=MODEL | {"dim": 48})
+    job = small_job(tmp_path, compile=True, precision="bf16", model_args=MODEL | {"dim": 48})
     elements = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
     job = job.replace(workers={"max": 4, "device_gb": 15 * elements / USABLE / 1e9})
     for whole in (True, False):

@@ -23,7 +23,7 @@ from elastic.train.preflight import preflight
 from tests.engine.test_memory import Watch, grads_of, measured, same, wrapped
 from tests.support.ranks import Ranks
 from tests.support.segments import train, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 KINDS: dict[str, Any] = {
     "list": lambda mix, feed: nn.ModuleList([mix, feed]),
@@ -114,7 +114,7 @@ def test_memory_policies_act_on_containers(kind: str) -> None:
 
 def job_of(folder: Path, model: type[Parts] = Parts, **changes: Any) -> Job:
     changes = {"model_args": {}, "workers": {"max": 4}, **changes}
-    return toy_job(folder, model=f"{__name__}:{model.__name__}", **changes)
+    return small_job(folder, model=f"{__name__}:{model.__name__}", **changes)
 
 
 def test_a_container_in_a_table_of_ones_own_is_refused(tmp_path: Path) -> None:

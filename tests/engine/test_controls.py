@@ -19,10 +19,10 @@ from elastic.runs.run import Run
 from storage import slices
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, finish, train, train_here
-from tests.support.toys import Sums, toy_job
+from tests.support.toys import Sums, small_job
 
 LAYOUT, STEPS = Layout(1, 2), 4
-PLAIN = {"model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.0}}
+PLAIN = {"model_args": {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.0}, "global_batch": 16, "microbatch": 4}
 """The model has no dropout, so a sample's contribution does not depend on its place, and a swap changes only the order of a sum."""
 
 
@@ -56,7 +56,7 @@ def weighted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Returns four undisturbed steps: one epoch, so that every sample is read once."""
-    return train_here(toy_job(tmp_path_factory.mktemp("honest"), **PLAIN), STEPS)
+    return train_here(small_job(tmp_path_factory.mktemp("honest"), **PLAIN), STEPS)
 
 
 def dataset(name: str, **args: object) -> dict[str, object]:
@@ -66,18 +66,18 @@ def dataset(name: str, **args: object) -> dict[str, object]:
 def test_two_samples_of_a_step_swapped_between_microbatches(honest: Trained, tmp_path: Path) -> None:
     """Two samples of one step change places between their microbatches: only roundings differ, and the hash sees them."""
     ids = Cursor(64, 16, 0).ids(3)
-    swapped = train_here(toy_job(tmp_path / "swapped", **PLAIN, **dataset("Swapped", pair=[ids[1], ids[4]])), STEPS)
+    swapped = train_here(small_job(tmp_path / "swapped", **PLAIN, **dataset("Swapped", pair=[ids[1], ids[4]])), STEPS)
     assert swapped.hash != honest.hash
     assert swapped.outcomes[3].loss == pytest.approx(honest.outcomes[3].loss, rel=1e-4)
-    control = train_here(toy_job(tmp_path / "control", **PLAIN, **dataset("Swapped", pair=[0, 0])), STEPS)
+    control = train_here(small_job(tmp_path / "control", **PLAIN, **dataset("Swapped", pair=[0, 0])), STEPS)
     assert control.hash == honest.hash, "the wrapper itself changes nothing"
 
 
 def test_the_weight_of_one_microbatch_dropped(honest: Trained, tmp_path: Path) -> None:
-    first = Cursor(64, 16, 0).microbatch_ids(3, 5, 2)[0]
+    first = Cursor(64, 16, 0).microbatch_ids(3, 2, 4)[0]
 
     def run(name: str, weight: float) -> str:
-        job = toy_job(
+        job = small_job(
             tmp_path / name, loss="tests.engine.test_controls:weighted", **PLAIN, **dataset("Marked", marked=first, weight=weight)
         )
         return train_here(job, STEPS).hash
@@ -105,7 +105,7 @@ def one_moment_slice(tensor: slices.Tensor, part: slices.Slice) -> bool:
 
 def test_state_of_an_older_step_under_a_newer_name(ranks: Ranks, honest: Trained, tmp_path: Path) -> None:
     """Resuming with one stale moment slice, or with state s-1 that claims to be s, is noticed.  The control forges a true copy."""
-    job = toy_job(tmp_path / "true", **PLAIN)
+    job = small_job(tmp_path / "true", **PLAIN)
     old = train(ranks, job, LAYOUT, 2)
     new = train(ranks, job, LAYOUT, 3, old.version)
 

@@ -98,7 +98,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "zero": {str(each): {"parallel": {"zero": each}} for each in (2, 1, 3)},
     "buckets": {str(each): {"parallel": {"bucket_elements": each}} for each in ("block", 2 * BLOCK)},
     "model": {
-        "llama": {},
+        "llama": {"model_args": {"vocab": 29, "dim": 32, "layers": 3, "heads": 2, "dropout": 0.1}},
         "own": {"model": "tests.support.toys:own", "model_args": {}},
         "batch norm": {"model": "tests.support.toys:batch_normed", "model_args": {}},
         "containers": {"model": "tests.engine.test_containers:Parts", "model_args": {}},

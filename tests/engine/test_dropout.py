@@ -18,10 +18,10 @@ from elastic.plan.layout import Layout
 from elastic.train import step as stepping
 from tests.support.ranks import Ranks
 from tests.support.segments import here, member, train, train_here
-from tests.support.toys import Own, toy_job
+from tests.support.toys import Own, small_job
 
-MICROBATCHES, STEPS, LAYERS = 8, 2, 2
-MODEL = {"vocab": 29, "dim": 32, "layers": LAYERS, "heads": 2, "dropout": 0.1}
+MICROBATCHES, STEPS, LAYERS = 4, 2, 2
+MODEL = {"vocab": 29, "dim": 16, "layers": LAYERS, "heads": 2, "dropout": 0.1}
 Masks = dict[tuple[int, int], dict[str, list[str]]]
 """Hashes of the masks of each module, in the order in which they were drawn, by (step, microbatch)."""
 
@@ -60,7 +60,7 @@ def test_a8_masks_differ_between_members_and_not_between_layouts(ranks: Ranks, t
 
     The last lines are the control.
     """
-    jobs = [toy_job(tmp_path / recompute, recompute=recompute, model_args=MODEL) for recompute in ("none", "block")]
+    jobs = [small_job(tmp_path / recompute, recompute=recompute, model_args=MODEL) for recompute in ("none", "block")]
     shards = ranks.run_each(Layout(1, 2), masks, [(job,) for job in jobs])
     *replicas, alike = ranks.run_each(Layout(3, 1), masks, [*((job,) for job in jobs), (jobs[0], True)])
     for job, *others in zip(jobs, shards, replicas, strict=True):
@@ -87,7 +87,7 @@ class Dropping(Own):
 
 def test_a8_the_random_numbers_of_python_and_numpy_belong_to_the_microbatch_too(ranks: Ranks, tmp_path: Path) -> None:
     """A8, promise 1: in another layout, and by processes that have drawn before.  The control: another seed."""
-    job = toy_job(tmp_path, model="tests.engine.test_dropout:Dropping", model_args={}, parallel={"zero": 2})
+    job = small_job(tmp_path, model="tests.engine.test_dropout:Dropping", model_args={}, parallel={"zero": 2})
     one, other = (train_here(job.replace(bucket=str(tmp_path / str(seed)), seed=seed), 2).outcomes for seed in (0, 1))
     two = train(ranks, job, Layout(1, 2), 2).outcomes
     assert [each.losses for each in one] == [each.losses for each in two] != [each.losses for each in other]

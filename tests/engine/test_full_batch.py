@@ -19,7 +19,7 @@ from elastic.runs.run import Run
 from elastic.train.session import settled
 from tests.support.ranks import Ranks
 from tests.support.segments import here, member
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 SAMPLES, WIDTH, STEPS, RATE = 24, 6, 12, 0.05
 
@@ -72,7 +72,7 @@ def job_of(bucket: Path, **changes: Any) -> Job:
         "optim": {"kind": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": RATE, "clip_norm": 1e9},
         "schedule": {"kind": "constant"},
     }
-    return toy_job(bucket, **(values | changes))
+    return small_job(bucket, **(values | changes))
 
 
 def iterates(world: World, job: Job) -> list[list[float]]:

@@ -17,7 +17,7 @@ from elastic.job import Job
 from elastic.models import llama
 from tests.benchmarks.fused import Pair, pairs
 from tests.support.segments import member
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 SMALL = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}
 
@@ -79,7 +79,7 @@ def losses(job: Job, steps: int = 3) -> tuple[list[float], int]:
 def test_f7_a_job_chooses_a_fused_loss_by_its_numerics(tmp_path: Path) -> None:
     """F7: ``numerics = 3`` fuses the loss of each microbatch and ``numerics = 2`` none, to the same losses.  The control: another seed."""
     jobs = [
-        toy_job(tmp_path, model_args=SMALL, global_batch=4, numerics=numerics, seed=seed) for numerics, seed in ((3, 0), (2, 0), (3, 1))
+        small_job(tmp_path, model_args=SMALL, global_batch=4, numerics=numerics, seed=seed) for numerics, seed in ((3, 0), (2, 0), (3, 1))
     ]
     (fused, many), (plain, none), (other, _) = map(losses, jobs)
     assert (many, none) == (3 * 2, 0)
@@ -92,5 +92,5 @@ def test_f7_a_job_chooses_a_fused_loss_by_its_numerics(tmp_path: Path) -> None:
 @pytest.mark.full  # compiles blocks
 def test_f7_a_job_chooses_fused_blocks_by_compile(tmp_path: Path) -> None:
     """F7: the same losses to 1e-5."""
-    (fused, _), (plain, _) = (losses(toy_job(tmp_path, model_args=SMALL, compile=compiles)) for compiles in (True, False))
+    (fused, _), (plain, _) = (losses(small_job(tmp_path, model_args=SMALL, compile=compiles)) for compiles in (True, False))
     assert fused == pytest.approx(plain, rel=1e-5)

@@ -12,7 +12,7 @@ from storage.objects import ObjectStore
 from tests.data.test_prepare import jsonl, texts_of
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, train, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 TEXTS = [f"<document {number:03d}>" for number in range(120)]
 LENGTH = 15
@@ -23,7 +23,9 @@ def job_on(folder: Path, data: Path) -> Job:
     args = {"path": str(data), "seq_len": LENGTH}
     validation = {"every": 4, "args": args | {"path": str(folder / "split" / "held-out")}}
     model = {"vocab": 257, "dim": 16, "layers": 2, "heads": 2}
-    return toy_job(folder, name=data.name, steps=9, data={"args": args}, validation=validation, model_args=model)
+    return small_job(
+        folder, name=data.name, steps=9, global_batch=16, microbatch=4, data={"args": args}, validation=validation, model_args=model
+    )
 
 
 def trained_on(trained: Trained, job: Job) -> bytes:

@@ -27,7 +27,7 @@ from elastic.train.model import builder_of
 from tests.control.play import stepping
 from tests.support.ranks import Ranks
 from tests.support.segments import member, train, train_here
-from tests.support.toys import Own, toy_job
+from tests.support.toys import Own, small_job
 
 FREE_OF_DROPOUT = {"vocab": 29, "dim": 32, "layers": 3, "heads": 2}
 
@@ -85,7 +85,7 @@ def multiplied_by_zero() -> nn.Module:
 def told(folder: Path, **changes: Any) -> list[Line]:
     """Trains with one worker in this process, and returns the lines of its story."""
     lines = list[Line]()
-    assert run_local(toy_job(folder, **{"steps": 6, **changes}), lines.append)[0] == "Finished"
+    assert run_local(small_job(folder, **{"steps": 6, **changes}), lines.append)[0] == "Finished"
     return lines
 
 
@@ -128,7 +128,7 @@ def of_plain_torch(world: World, job: Job) -> tuple[Outcome, dict[str, float], d
 
 def test_a13_the_norms_are_those_of_plain_torch(tmp_path: Path) -> None:
     """A13, first half.  The control: another block has another norm by far more than the tolerance, as has a part of the block."""
-    job = toy_job(tmp_path, model_args=FREE_OF_DROPOUT, watch={"every": 1})
+    job = small_job(tmp_path, model_args=FREE_OF_DROPOUT, watch={"every": 1})
     world = World.alone(torch.device("cpu"), generation=1)
     try:
         outcome, layers, tensors = of_plain_torch(world, job)
@@ -147,9 +147,9 @@ def test_the_sum_of_the_library_gives_other_bits(ranks: Ranks, tmp_path: Path) -
 
     Norms are told in each second step, and differ from record to record.
     """
-    alone = train_here(toy_job(tmp_path / "alone", watch={"every": 2}), 4).outcomes
-    assert [len(each.layers) > 4 for each in alone] == [False, True, False, True] and alone[1].layers != alone[3].layers
-    found = train(ranks, toy_job(tmp_path, watch={"every": 2}, reproducible=False), Layout(1, 2), 2).outcomes[1]
+    alone = train_here(small_job(tmp_path / "alone", watch={"every": 2}), 4).outcomes
+    assert [len(each.layers) > 3 for each in alone] == [False, True, False, True] and alone[1].layers != alone[3].layers
+    found = train(ranks, small_job(tmp_path, watch={"every": 2}, reproducible=False), Layout(1, 2), 2).outcomes[1]
     assert found.layers != alone[1].layers
     assert found.layer_norms == pytest.approx(alone[1].layer_norms, rel=1e-4)
 
@@ -178,17 +178,17 @@ def test_a13_a_layer_without_a_gradient_is_named_within_the_patience(tmp_path: P
             r"the gradient of layers\.1 \(\d\S+\) is less than watch.vanishing = 1e-06 of that of \w+, .* 3 records in a row",
         ),
         (
-            {"factor": 1e4, "since": 8 * 4},
+            {"factor": 1e4, "since": 4 * 4},
             5,
             r"the gradient of layers\.1 \(\S+\) is more than watch.exploding = 100 times its usual one at step 5",
         ),
         (
-            {"factor": "nan", "since": 8 * 4 + 3},
+            {"factor": "nan", "since": 4 * 4 + 3},
             5,
             r"the gradient of layers\.1 is the first one in the backward pass of step 5 that is not finite \(nan\)",
         ),
         (
-            {"factor": "nan", "since": 8 * 4, "alone": False},
+            {"factor": "nan", "since": 4 * 4, "alone": False},
             5,
             r"the gradient of layers\.1 is the first one in the backward pass of step 5 ",
         ),
@@ -244,7 +244,7 @@ def deep(norm: str, layers: int) -> nn.Module:
 
 def profile(folder: Path, norm: str) -> tuple[float, str]:
     """Returns the norm of the second to fifth blocks over that of the last four, in the first step, and what a replay shows of the step."""
-    job = toy_job(folder, model="tests.engine.test_layers:deep", model_args={"norm": norm, "layers": 24}, watch={"every": 1})
+    job = small_job(folder, model="tests.engine.test_layers:deep", model_args={"norm": norm, "layers": 24}, watch={"every": 1})
     world = World.alone(torch.device("cpu"), generation=1)
     try:
         with member(world, job, Version(0, 0)) as me:

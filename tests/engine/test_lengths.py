@@ -24,7 +24,7 @@ from elastic.train import estimate
 from elastic.train.preflight import preflight
 from elastic.train.session import lengths_of
 from tests.support.segments import train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 STEPS = 2
 
@@ -113,13 +113,13 @@ def test_the_samples_of_a_step_stay_and_only_their_order_changes() -> None:
 
 
 def skewed_job(folder: Path, grouped: bool = True, **changes: Any) -> Job:
-    return toy_job(folder, data={"dataset": f"{__name__}:Skewed", "group_by_length": grouped}, **changes)
+    return small_job(folder, data={"dataset": f"{__name__}:Skewed", "group_by_length": grouped}, **changes)
 
 
 def test_b15_the_samples_of_a_step_are_those_without_the_setting(tmp_path: Path) -> None:
     """B15: the ledger has them in their order.  The bits are others, so that they are equal in ``test_covering.py`` says something."""
     one, other = (train_here(skewed_job(tmp_path / str(grouped), grouped), STEPS) for grouped in (True, False))
-    cursor = Cursor(64, 16, 0, "permutation", Skewed().lengths)
+    cursor = Cursor(64, 8, 0, "permutation", Skewed().lengths)
     assert [tuple(itertools.chain(*each.samples)) for each in one.outcomes] == [cursor.ids(step) for step in range(1, STEPS + 1)]
     assert other.hash != one.hash
     assert [each.tokens for each in other.outcomes] == [each.tokens for each in one.outcomes], "the same samples"
@@ -150,7 +150,7 @@ class Wrong(Skewed):
 )
 def test_a_dataset_that_tells_no_lengths_is_refused_before_a_worker_starts(tmp_path: Path, data: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
-        preflight(toy_job(tmp_path, data={"group_by_length": True, **data}))
+        preflight(small_job(tmp_path, data={"group_by_length": True, **data}))
 
 
 @pytest.mark.fast
@@ -164,7 +164,7 @@ def test_a_dataset_that_tells_lengths_passes(tmp_path: Path) -> None:
 def test_auto_reckons_with_the_longest_samples(tmp_path: Path) -> None:
     """The first microbatch of a step has the longest.  The control: without the setting it is that of the first samples."""
     small = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}
-    job = toy_job(
+    job = small_job(
         tmp_path, microbatch=4, global_batch=16, model_args=small, data={"dataset": f"{__name__}:Skewed", "group_by_length": True}
     )
     sizes = Skewed().sizes

@@ -23,7 +23,7 @@ from elastic.runs.run import Run
 from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
 from tests.support.segments import compute, here, member, train, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 HERE = "tests.engine.test_loss_scale"
 SMALL: dict[str, Any] = {"model_args": {"vocab": 29, "dim": 32, "layers": 1, "heads": 2, "dropout": 0.1}}
@@ -52,7 +52,7 @@ def gradients(world: World, job: Job) -> float:
 
 def test_small_gradients_survive_because_the_loss_is_scaled(ranks: Ranks, tmp_path: Path) -> None:
     """E3: the control is a scale of 1, with which they are all zero."""
-    job = toy_job(tmp_path, **FP16, loss=f"{HERE}:faint")
+    job = small_job(tmp_path, **FP16, loss=f"{HERE}:faint")
     scaled, unscaled = ranks.run_each(Layout(1, 2), gradients, [(job,), (job.replace(loss_scale=1.0),)])
     assert min(scaled) > 0 and max(unscaled) == 0
 
@@ -73,7 +73,7 @@ def scales(world: World, job: Job, steps: int) -> list[tuple[float, int, float, 
 @pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=str)
 def test_an_infinite_gradient_skips_the_step_everywhere_and_halves_the_scale(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     """E3: then the scale grows back, after two good steps.  The control is the same run without that microbatch."""
-    jobs = [toy_job(tmp_path, **FP16, loss=f"{HERE}:infinite_once"), toy_job(tmp_path, **FP16)]
+    jobs = [small_job(tmp_path, **FP16, loss=f"{HERE}:infinite_once"), small_job(tmp_path, **FP16)]
     told, control = ranks.run_each(layout, scales, [(job, 6) for job in jobs])
     for found in told:
         assert [scale / FIRST for scale, *_ in found] == [1, 2, 1, 1, 2, 2]
@@ -86,8 +86,8 @@ def test_an_infinite_gradient_skips_the_step_everywhere_and_halves_the_scale(ran
 
 def test_the_norm_that_is_clipped_is_that_of_the_loss_itself(tmp_path: Path) -> None:
     """E3: the scale, static or not, changes neither the norm nor the weights by more than what fp16 rounds away."""
-    runs = [here(scales, toy_job(tmp_path, **FP16, loss_scale=scale), 3) for scale in ("dynamic", 1024.0, 100.0)]
-    plain = here(scales, toy_job(tmp_path, **SMALL), 3)
+    runs = [here(scales, small_job(tmp_path, **FP16, loss_scale=scale), 3) for scale in ("dynamic", 1024.0, 100.0)]
+    plain = here(scales, small_job(tmp_path, **SMALL), 3)
     for found in runs:
         assert [norm for _, _, norm, _ in found] == pytest.approx([norm for _, _, norm, _ in plain], rel=0.02)
 
@@ -95,8 +95,8 @@ def test_the_norm_that_is_clipped_is_that_of_the_loss_itself(tmp_path: Path) -> 
 def test_the_scale_is_in_the_checkpoint_and_the_bits_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
     """E3, promises 1 and 4: 2×1, then from the bucket 1×3.  The control: fp32 ends with other bits."""
     settings: dict[str, Any] = {**FP16, "loss": f"{HERE}:infinite_once"}
-    alone = train_here(toy_job(tmp_path / "alone", **settings), BAD + 2)
-    job = toy_job(tmp_path / "run", **settings)
+    alone = train_here(small_job(tmp_path / "alone", **settings), BAD + 2)
+    job = small_job(tmp_path / "run", **settings)
     first = train(ranks, job, Layout(2, 1), BAD + 1)
     reader = Run.open(job).checkpoints.open(first.version)
     scalars = {tensor.name: tensor for tensor in reader.tensors() if tensor.kind == "scalar"}
@@ -105,12 +105,12 @@ def test_the_scale_is_in_the_checkpoint_and_the_bits_do_not_depend_on_the_layout
     stored = {name: torch.frombuffer(each, dtype=torch.float32).item() for name, each in raw.items()}
     assert stored == {"loss_scale": FIRST / 2, "good_steps": 1}
     assert train(ranks, job, Layout(1, 3), BAD + 2, first.version).hash == alone.hash
-    assert train_here(toy_job(tmp_path / "high", **SMALL), BAD + 2).hash != alone.hash
+    assert train_here(small_job(tmp_path / "high", **SMALL), BAD + 2).hash != alone.hash
 
 
 def test_a_branch_and_a_fork_may_turn_to_fp16(tmp_path: Path) -> None:
     """E3: where the checkpoint has no scale it begins with the first one.  The control: a scale that is there goes on."""
-    high = toy_job(tmp_path, steps=2, checkpoint={"save_every": 2}, **SMALL)
+    high = small_job(tmp_path, steps=2, checkpoint={"save_every": 2}, **SMALL)
     begin = partial(launch, local=True, show=lambda line: None)
     begin(high)
     low = high.replace(steps=4, precision="fp16")
@@ -134,7 +134,7 @@ def test_the_loss_in_fp16_is_that_of_fp32(tmp_path: Path) -> None:
     """E3: within 1 % after 200 steps (mean of the last ten)."""
     last = {}
     for precision in ("fp16", "fp32"):
-        job = toy_job(tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3})
+        job = small_job(tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3})
         curve = here(losses, job, 200)
         assert curve[-1] < 0.5 * curve[0]
         last[precision] = statistics.mean(curve[-10:])

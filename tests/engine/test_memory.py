@@ -28,7 +28,7 @@ from elastic.errors import ModelError
 from elastic.ids import Version
 from elastic.models.llama import build
 from tests.support.segments import member
-from tests.support.toys import Own, toy_job
+from tests.support.toys import Own, small_job
 
 SEQ, DIM = 64, 64
 
@@ -383,7 +383,7 @@ def test_a_kept_result_that_is_changed_in_place_ends_the_step_with_what_to_do(tm
         args = {"model": f"{__name__}:Rectified", "model_args": {"in_place": in_place}}
         world = World.alone(torch.device("cpu"))
         try:
-            with member(world, toy_job(tmp_path, recompute=recompute, **args), Version(0, 0)) as me:
+            with member(world, small_job(tmp_path, recompute=recompute, **args), Version(0, 0)) as me:
                 me.step()
                 return me.state.shard.values["parameter", "head.weight"].clone()
         finally:

@@ -12,7 +12,7 @@ from elastic.plan.layout import Layout
 from elastic.runs.run import Run
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, train, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 MODEL = {"vocab": 29, "dim": 16, "layers": 1, "heads": 2, "dropout": 0.1}
 SIZES = (48, 32, 80)
@@ -22,7 +22,7 @@ FIRST, SECOND, BRANCH, LAST = [5, 3, 2], [1, 1, 2], 6, 12
 def mixed(folder: Path, weights: list[int], **changes: Any) -> Job:
     parts = [{"dataset": "tests.support.toys:Sums", "args": {"samples": samples}} for samples in SIZES]
     data = {"dataset": "elastic.data.mixture:Mixture", "args": {"parts": parts}, "weights": weights}
-    return toy_job(folder, steps=LAST, data=data, model_args=MODEL, **changes)
+    return small_job(folder, **{"steps": LAST, "data": data, "model_args": MODEL, "global_batch": 16, "microbatch": 8, **changes})
 
 
 def by_part(*trained: Trained) -> list[Counter[int]]:

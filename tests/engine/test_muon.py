@@ -33,7 +33,7 @@ from tests.support.carried import Broken, Healed, broken, go_on, hash_after_heal
 from tests.support.collectives import counting
 from tests.support.ranks import Ranks
 from tests.support.segments import Part, Trained, finish, here, member, segment, train, train_here
-from tests.support.toys import own, toy_job
+from tests.support.toys import own, small_job
 from tests.support.worlds import STEPS
 
 MOMENTUM = 0.95
@@ -44,7 +44,7 @@ MOMENTS = {"moment.exp_avg", "moment.exp_avg_sq", "moment.momentum_buffer"}
 def muon_job(bucket: Path | str, clip_norm: float = 0.5, **changes: Any) -> Job:
     """Returns a job whose gradients are clipped in about every second step."""
     optim = {"kind": "muon", "lr": 1e-2, "momentum": MOMENTUM, "clip_norm": clip_norm}
-    return toy_job(bucket, **{"model_args": SMALL, "global_batch": 8, "optim": optim, **changes})
+    return small_job(bucket, **{"model_args": SMALL, "global_batch": 8, "optim": optim, **changes})
 
 
 def with_a_spare(**args: Any) -> torch.nn.Module:
@@ -353,12 +353,12 @@ def test_a_warm_up_computes_with_whole_matrices(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.fast
 def test_weight_decay_in_the_gradient_is_refused() -> None:
     with pytest.raises(JobError, match=r"optim\.decay = 'l2' with optim\.kind = 'muon'"):
-        toy_job("/nowhere", optim={"kind": "muon", "decay": "l2"})
+        small_job("/nowhere", optim={"kind": "muon", "decay": "l2"})
 
 
 @pytest.mark.fast
 def test_a_model_without_matrices_in_blocks_is_refused() -> None:
-    job = toy_job("/nowhere", optim={"kind": "muon"})
+    job = small_job("/nowhere", optim={"kind": "muon"})
     with pytest.raises(ModelError, match="inside the model's blocks, and there are none"):
         tensors_of(torch.nn.Linear(3, 3), rule_of(job))
     assert tensors_of(builder_of(job)(**job.model_args), rule_of(job)), "the control"

@@ -23,7 +23,7 @@ from elastic.plan.batch import deal_of
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
 from tests.support.segments import member, train, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 SMALL = 16
 
@@ -106,7 +106,7 @@ def test_a_gradient_that_comes_after_its_sum_is_an_error(kind: str, named: str) 
 
 
 def job(bucket: Path, reentrant: bool, **changes: Any) -> Job:
-    return toy_job(bucket, model=f"{__name__}:Looped", model_args={"kind": "twice", "reentrant": reentrant}, steps=2, **changes)
+    return small_job(bucket, model=f"{__name__}:Looped", model_args={"kind": "twice", "reentrant": reentrant}, steps=2, **changes)
 
 
 def said(world: World, job: Job) -> str:

@@ -37,7 +37,7 @@ from elastic.train.preflight import preflight
 from tests.support.chaos import alone, exported_hash
 from tests.support.ranks import Ranks
 from tests.support.segments import Member, Part, Trained, compute, member, segment, shard_hash, train, train_each
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 from tests.support.worlds import STEPS
 
 SMALL = 1 << 14
@@ -46,7 +46,7 @@ LARGE = {"vocab": 29, "dim": 64, "layers": 4, "heads": 4}
 
 
 def offloaded(folder: Path, zero: int | str = 2, **changes: Any) -> Job:
-    return toy_job(folder, offload="optimizer", parallel={"zero": zero}, **changes)
+    return small_job(folder, offload="optimizer", parallel={"zero": zero}, **changes)
 
 
 def in_files(folder: Path, zero: int | str = 2, **changes: Any) -> Job:
@@ -83,7 +83,7 @@ def test_the_hash_sees_weights_that_are_not_brought(ranks: Ranks, reference: Tra
 def test_sums_without_a_fixed_order_are_the_same_too(ranks: Ranks, tmp_path: Path, medium: str) -> None:
     """There is one layout here; ``test_covering.py`` has all else that the engine does."""
     layout, free = Layout(1, 2), {"reproducible": False}
-    resident = train(ranks, toy_job(tmp_path / "resident", parallel={"zero": 2}, **free), layout, 4)
+    resident = train(ranks, small_job(tmp_path / "resident", parallel={"zero": 2}, **free), layout, 4)
     (tmp_path / medium).mkdir()
     assert train(ranks, MEDIA[medium](tmp_path / medium, **free), layout, 4, how=in_groups).hash == resident.hash
 
@@ -99,7 +99,7 @@ def test_a_run_in_one_process_resumes_where_it_saved(reference: Trained, tmp_pat
     with pytest.raises(InjectedError):
         run_local(job, lambda line: None)
     assert run_local(job, lambda line: None) == ("Finished", "all 6 steps are done", 6)
-    assert exported_hash(job) == alone(toy_job(tmp_path / "resident", steps=6)).hash != reference.hash
+    assert exported_hash(job) == alone(small_job(tmp_path / "resident", steps=6)).hash != reference.hash
 
 
 def taken(world: World, job: Job) -> tuple[int, int, float]:
@@ -133,7 +133,7 @@ def test_the_device_has_only_weights_to_compute_with_and_gradients(ranks: Ranks,
     free = {"precision": "bf16", "model_args": LARGE}
     job = offloaded(tmp_path / "offloaded", **free)
     count = sum(parameter.numel() for parameter in build_model(job, builder_of(job)).parameters())
-    cases = [(job,), (toy_job(tmp_path / "resident", parallel={"zero": 2}, **free),)]
+    cases = [(job,), (small_job(tmp_path / "resident", parallel={"zero": 2}, **free),)]
     (computing, updated, loss), resident = (found[0] for found in ranks.run_each(Layout(1, members), taken, cases))
     assert (computing / count, updated / count) == pytest.approx((2 + 4 / members, 2), rel=0.05)
     assert (resident[0] / count, resident[1] / count) == pytest.approx((2 + 16 / members, 2 + 12 / members), rel=0.05)
@@ -216,8 +216,8 @@ def test_an_update_that_fails_leaves_the_version_before(tmp_path: Path, where: s
 def test_what_cannot_work_is_refused(changes: dict[str, Any], why: str) -> None:
     settings = {"parallel": {"zero": 2}, "offload": "optimizer", **changes}
     with pytest.raises(JobError, match=why):
-        toy_job("/nowhere", **settings)
-    toy_job("/nowhere", **settings | {"offload": "none"})
+        small_job("/nowhere", **settings)
+    small_job("/nowhere", **settings | {"offload": "none"})
 
 
 @pytest.mark.fast
@@ -228,19 +228,19 @@ def test_the_stage_auto_is_2_with_state_that_is_offloaded(offload: str, tmp_path
     def told(job: Job) -> list[str]:
         return [note for note in preflight(job).notes if "parallel.zero" in note]
 
-    auto, named = (toy_job(tmp_path, offload=offload, workers={"max": 4}, parallel=each) for each in ({}, {"zero": 2}))
+    auto, named = (small_job(tmp_path, offload=offload, workers={"max": 4}, parallel=each) for each in ({}, {"zero": 2}))
     assert auto.layouts() == named.layouts() == [Layout(1, n) for n in range(1, 5)]
     tensors = tensors_of(build_model(auto, builder_of(auto)), rule_of(auto))
     assert need_of(auto, tensors) == need_of(named, tensors) != need_of(auto.in_stage(0), tensors)
     (sentence,) = told(auto)
     assert sentence.startswith(f"parallel.zero = 'auto' is 2 with offload = '{offload}': all workers share the state")
-    assert told(named) == told(toy_job(tmp_path, workers={"max": 4})) == []
+    assert told(named) == told(small_job(tmp_path, workers={"max": 4})) == []
     assert auto.parallel.zero == "auto" and Job.from_json(auto.to_json()).zero == 2, "what is stored is what was written"
-    assert auto.replace(offload="none").zero == "auto" and toy_job(tmp_path, offload=offload, parallel={"dp_shard": 1}).zero == "auto"
+    assert auto.replace(offload="none").zero == "auto" and small_job(tmp_path, offload=offload, parallel={"dp_shard": 1}).zero == "auto"
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("make", "bytes_a_parameter"), [(offloaded, 2 + 4), (toy_job, 12 + 4 + 2)])
+@pytest.mark.parametrize(("make", "bytes_a_parameter"), [(offloaded, 2 + 4), (small_job, 12 + 4 + 2)])
 def test_state_in_host_memory_needs_no_room_on_the_device(make: Callable[..., Job], bytes_a_parameter: int) -> None:
     """A world of one shard is counted, before an update; the buffers of an update are no larger than the state."""
     job = make("/nowhere", precision="bf16", model_args=LARGE)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from elastic.errors import JobError, StateDamaged, StateMissing
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.copy_budget import CopyRule
+from elastic.plan.layout import Layout
 from elastic.protocol.copy_schedule import Copy
 from elastic.state import heal, node_memory
 from elastic.state.region import Region, frame
@@ -40,10 +41,11 @@ from storage.slices import Tensor
 from tests.engine.test_offload import in_files
 from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
+from tests.support.ranks import Ranks
 from tests.support.segments import Member, compute, here, member
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
-LARGE: dict[str, Any] = {"vocab": 29, "dim": 256, "layers": 12, "heads": 4}
+LARGE: dict[str, Any] = {"vocab": 29, "dim": 256, "layers": 8, "heads": 4}
 
 
 def test_groups_are_as_large_as_the_buffer_allows() -> None:
@@ -91,61 +93,49 @@ def test_a_group_is_updated_while_the_one_before_goes(tmp_path: Path, monkeypatc
 
 # ---- memory
 
-MEASURED = """
-import ctypes
-import gc
-import sys
-from pathlib import Path
-from elastic.state.region import Region
-from elastic.train.local import run_local
-from tests.engine.test_offload_files import LARGE
-from tests.support.toys import toy_job
 
-folder, buffer_gb = Path(sys.argv[1]), float(sys.argv[2])
-ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: freed memory is given back at once, as tensors of real size are
-
-def resident(field):
-    return 1024 * int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(field)))
-
-def run(name, how, **more):
-    settings = {} if how == "resident" else {"offload": "optimizer"}
-    if how in ("files", "mapped"):
-        settings |= {"offload_folder": str(folder), "offload_buffer_gb": buffer_gb}
-    job = toy_job(folder / name, parallel={"zero": 2}, steps=2, checkpoint={"save_every": 2}, **settings, **more)
-    assert run_local(job, lambda line: None)[0] == "Finished"
-
-run("small", "files", global_batch=2)  # loads what any run loads
-for how in sys.argv[3:]:
-    if how == "mapped":
-        Region.let_go = lambda self, first, last: None
-    gc.collect()
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew
-    run(how, how, global_batch=2, model_args=LARGE)
-    print(resident("VmHWM") - before)
-"""
+def resident(field: str) -> int:
+    return 1024 * int(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)))
 
 
-def peaks(folder: Path, buffer_gb: float, *hows: str) -> list[int]:
-    """Returns, for each run of a real process, the bytes by which its memory grew at most, in initialisation, steps and a save."""
-    command = [sys.executable, "-c", MEASURED, str(folder), str(buffer_gb), *hows]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return [int(line) for line in done.stdout.split()[-len(hows) :]]
+def peaks(world: World, folder: Path, buffer_gb: float, hows: Sequence[str]) -> list[int]:
+    """Returns, for each run, the bytes by which the memory of this process grew at most, in initialisation, steps and a save."""
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: freed memory is given back at once, as tensors of real size are
+    world.close()  # a local run forms its own
+
+    def run(name: str, how: str, **more: Any) -> None:
+        settings = {} if how == "resident" else {"offload": "optimizer"}
+        if how in ("files", "mapped"):
+            settings |= {"offload_folder": str(folder), "offload_buffer_gb": buffer_gb}
+        job = small_job(folder / name, parallel={"zero": 2}, steps=2, checkpoint={"save_every": 2}, global_batch=2, **settings, **more)
+        assert run_local(job, lambda line: None)[0] == "Finished"
+
+    run("small", "files")  # loads what any run loads
+    found = []
+    for how in hows:
+        if how == "mapped":
+            Region.let_go = lambda self, first, last: None  # type: ignore[method-assign]
+        gc.collect()
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew
+        run(how, how, model_args=LARGE)
+        found.append(resident("VmHWM") - before)
+    return found
 
 
 @pytest.mark.parametrize("controls", [("mapped", "resident"), pytest.param(("memory",), marks=pytest.mark.full)], ids=" ".join)
-def test_f4_memory_is_bounded_by_the_buffer(tmp_path: Path, controls: tuple[str, ...]) -> None:
+def test_f4_memory_is_bounded_by_the_buffer(fresh_ranks: Ranks, tmp_path: Path, controls: tuple[str, ...]) -> None:
     """The state is four times the buffer.  A worker without it has the weights to compute with, the sums of gradients, and as much once
     more while gradients are gathered.
 
     Controls: state on the device, in memory, and in files that a process never lets go of.
     """
-    job = toy_job(tmp_path, model_args=LARGE)
+    job = small_job(tmp_path, model_args=LARGE)
     model = build_model(job, builder_of(job))
     state, weights = bytes_of(tensors_of(model, rule_of(job))), sum(parameter.nbytes for parameter in model.parameters())
     buffer = state // 4
-    in_files, *others = (grown < 3 * weights + buffer for grown in peaks(tmp_path, buffer / 1e9, "files", *controls))
+    (found,) = fresh_ranks.run(Layout(1, 1), peaks, tmp_path, buffer / 1e9, ("files", *controls))
+    in_files, *others = (grown < 3 * weights + buffer for grown in found)
     assert in_files and not any(others)
 
 
@@ -324,8 +314,8 @@ def test_what_is_sent_to_others_or_saved_is_looked_at(tmp_path: Path, bent: bool
 def test_what_cannot_work_is_refused(changes: dict[str, Any], why: str) -> None:
     settings = {"parallel": {"zero": 2}, "offload": "optimizer", "offload_folder": "/disk"}
     with pytest.raises(JobError, match=why):
-        toy_job("/nowhere", **settings | changes)
-    toy_job("/nowhere", **settings)
+        small_job("/nowhere", **settings | changes)
+    small_job("/nowhere", **settings)
 
 
 def test_a_buffer_that_is_too_small_is_refused_with_the_size_that_works(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from elastic.engine.optim.base import Optimizer, rule_of
 from elastic.engine.optim.schedule import learning_rate, learning_rate_of
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 pytestmark = pytest.mark.fast
 
@@ -39,7 +39,7 @@ def optimizer(job: Job) -> Optimizer:
 
 
 def job(**optim: float) -> Job:
-    return toy_job("/nowhere", schedule={"warmup_steps": 2}, optim={"lr": 1e-2, **optim})
+    return small_job("/nowhere", schedule={"warmup_steps": 2}, optim={"lr": 1e-2, **optim})
 
 
 # ---- schedule: A5

@@ -27,7 +27,7 @@ from tests.engine.test_bits import plain_training
 from tests.support.live import Live
 from tests.support.ranks import Ranks
 from tests.support.segments import finish, member, train, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 from tests.support.worlds import STEPS
 
 ROWS, COUNT, LR, PENALTY = 23, 50, 1e-2, 0.1
@@ -36,7 +36,7 @@ KINDS = sorted({*RULES} - {"muon"})
 
 
 def job_of(kind: str, bucket: Path | str = "/nowhere", **optim: Any) -> Job:
-    return toy_job(bucket, optim={"kind": kind, "lr": LR, **optim}, schedule={"warmup_steps": 2}, steps=COUNT)
+    return small_job(bucket, optim={"kind": kind, "lr": LR, **optim}, schedule={"warmup_steps": 2}, steps=COUNT)
 
 
 def outcome(step: int, norm: float = 0.5) -> Outcome:
@@ -206,7 +206,7 @@ def test_the_two_forms_of_weight_decay() -> None:
     expected = {"decoupled": [[4.0 * 0.875 - 0.25, -4.0 * 0.875 - 0.25, 4.0 * 0.875 + 0.25]], "l2": [[3.75, -3.75, 3.75]]}
     for decay, want in expected.items():
         optim = {"kind": "adagrad", "lr": lr, "eps": 1e-30, "decay": decay, "weight_decay": weight_decay}
-        job = toy_job("/nowhere", optim=optim, schedule={"kind": "constant"})
+        job = small_job("/nowhere", optim=optim, schedule={"kind": "constant"})
         mine = Optimizer(job, rule_of(job), {"w": values.clone(), "b": values.clone()}, {"w": (), "b": ()}, frozenset({"w"}))
         mine.apply({"w": grads.clone(), "b": grads.clone()}, outcome(1))
         assert mine.parts["w"].values.tolist() == want

@@ -22,7 +22,7 @@ from elastic.train.preflight import preflight
 from tests.support.carried import hash_after_healing
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, train, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 from tests.support.worlds import STEPS
 
 
@@ -56,7 +56,7 @@ SMALL = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1}
 
 
 def own_job(bucket: Path, rule: str = "MOMENTUM", momentum: float = 0.9) -> Job:
-    return toy_job(
+    return small_job(
         bucket, model_args=SMALL, optim={"lr": 1.0, "kind": f"tests.engine.test_own_optimizer:{rule}", "args": {"momentum": momentum}}
     )
 
@@ -100,7 +100,7 @@ def test_its_state_is_healed_from_members(ranks: Ranks, alone: Trained, tmp_path
     ],
 )
 def test_what_is_no_optimizer_is_refused(tmp_path: Path, kind: str, said: str) -> None:
-    job = toy_job(tmp_path, optim={"kind": kind})
+    job = small_job(tmp_path, optim={"kind": kind})
     with pytest.raises(CodeError, match=rf"^optim\.kind = '{kind}'.*{said.replace('?', '[?]')}"):
         rule_of(job)
 
@@ -122,14 +122,14 @@ BAD = "tests.support.own_optimizers"
 def test_l13_an_optimizer_that_cannot_work_is_refused_before_a_worker_starts(tmp_path: Path, rule: str, said: str) -> None:
     """L13: the controls are the good ones, with their scalars, their place in the tensor, and moments in bfloat16."""
     with pytest.raises(CodeError, match=rf"^optim\.kind = '{BAD}:{rule}' {said}"):
-        preflight(toy_job(tmp_path, optim={"kind": f"{BAD}:{rule}"}))
+        preflight(small_job(tmp_path, optim={"kind": f"{BAD}:{rule}"}))
     for good in (
         own_job(tmp_path),
-        toy_job(tmp_path, optim={"kind": f"{BAD}:LION"}),
-        toy_job(tmp_path, optim={"kind": "elastic.engine.optim.muon:MUON"}),
+        small_job(tmp_path, optim={"kind": f"{BAD}:LION"}),
+        small_job(tmp_path, optim={"kind": "elastic.engine.optim.muon:MUON"}),
     ):
         check_rule(good, rule_of(good))
-    rounded = toy_job(tmp_path, optim={"kind": "elastic.engine.optim.adamw:ADAMW", "moments": "bf16"})
+    rounded = small_job(tmp_path, optim={"kind": "elastic.engine.optim.adamw:ADAMW", "moments": "bf16"})
     check_rule(rounded, rule_of(rounded))
     with pytest.raises(CodeError, match="WITHOUT_PLACE' gives values of matrix other bits"):
         check_rule(wrong := own_job(tmp_path, "WITHOUT_PLACE"), rule_of(wrong))
@@ -138,7 +138,7 @@ def test_l13_an_optimizer_that_cannot_work_is_refused_before_a_worker_starts(tmp
 @pytest.mark.fast
 def test_l13_lion_in_a_users_file_is_lion(tmp_path: Path) -> None:
     """L13: against the paper's pseudocode, in float64 and with numpy alone."""
-    job = toy_job(tmp_path, optim={"kind": f"{BAD}:LION", "lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.3, "clip_norm": 1e9})
+    job = small_job(tmp_path, optim={"kind": f"{BAD}:LION", "lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.3, "clip_norm": 1e9})
     value = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     w, m = value.numpy().copy(), np.zeros((7, 5))
     optimizer = Optimizer(job, rule_of(job), {"w": value}, {"w": ()}, frozenset({"w"}))
@@ -153,13 +153,13 @@ def test_l13_lion_in_a_users_file_is_lion(tmp_path: Path) -> None:
 @pytest.mark.fast
 def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"^Job: optim\.kind = 'adam' must be 'adamw', 'sgd', 'adagrad', 'rmsprop' or 'muon', or"):
-        toy_job(tmp_path, optim={"kind": "adam"})
+        small_job(tmp_path, optim={"kind": "adam"})
 
 
 @pytest.mark.fast
 def test_the_digest_knows_an_optimizer_only_where_it_is_not_the_first_releases(tmp_path: Path) -> None:
     """A run that began before the setting existed goes on."""
-    digests = {toy_job("/b", optim={"lr": 1e-2, **optim}).digest for optim in ({}, {"kind": "adamw"}, {"args": {}})}
-    assert digests == {toy_job("/b").digest}
-    others = {own_job(Path("/b")).digest, own_job(Path("/b"), momentum=0.8).digest, toy_job("/b", optim={"lr": 1.0}).digest}
+    digests = {small_job("/b", optim={"lr": 1e-2, **optim}).digest for optim in ({}, {"kind": "adamw"}, {"args": {}})}
+    assert digests == {small_job("/b").digest}
+    others = {own_job(Path("/b")).digest, own_job(Path("/b"), momentum=0.8).digest, small_job("/b", optim={"lr": 1.0}).digest}
     assert len(others) == 3

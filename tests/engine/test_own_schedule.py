@@ -18,7 +18,7 @@ from elastic.report.story import Line, StepLine
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from tests.support.chaos import exported_hash
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 pytestmark = pytest.mark.fast
 
@@ -59,7 +59,7 @@ def failing(step: int, steps: int) -> float:
 
 
 def own_job(bucket: Path | str, name: str = "cosine", **args: Any) -> Job:
-    return toy_job(bucket, steps=STEPS, **SMALL, optim={"lr": PEAK}, schedule={"kind": f"{HERE}:{name}", "args": args})
+    return small_job(bucket, steps=STEPS, **SMALL, optim={"lr": PEAK}, schedule={"kind": f"{HERE}:{name}", "args": args})
 
 
 def interrupted(job: Job, at: int) -> list[StepLine]:
@@ -88,7 +88,7 @@ def logged(job: Job) -> list[float]:
 @pytest.mark.parametrize("kind", ["built in", "own"])
 def test_a5_the_curve_in_the_log_is_the_formula_at_every_step_over_a_resume(tmp_path: Path, kind: str) -> None:
     """A5: warmup, then cosine to exactly 0.1 × the maximum; shown and stored; with a stop at an arbitrary step."""
-    job = own_job(tmp_path) if kind == "own" else toy_job(tmp_path, steps=STEPS, **SMALL, optim={"lr": PEAK})
+    job = own_job(tmp_path) if kind == "own" else small_job(tmp_path, steps=STEPS, **SMALL, optim={"lr": PEAK})
     formula = [PEAK * cosine(step, STEPS) for step in range(1, STEPS + 1)]
     shown = interrupted(job, 4)
     assert [line.lr for line in shown] == logged(job) == pytest.approx(formula, rel=1e-15)
@@ -98,7 +98,7 @@ def test_a5_the_curve_in_the_log_is_the_formula_at_every_step_over_a_resume(tmp_
 def test_l13_the_rate_of_an_own_schedule_is_the_one_that_trains(tmp_path: Path) -> None:
     """L13: the same curve gives the bits of the built-in one, also after a stop; another curve, and another argument, give others."""
     jobs = {name: own_job(tmp_path / name) for name in ("whole", "stopped")}
-    jobs["built in"] = toy_job(tmp_path / "built in", steps=STEPS, **SMALL, optim={"lr": PEAK})
+    jobs["built in"] = small_job(tmp_path / "built in", steps=STEPS, **SMALL, optim={"lr": PEAK})
     jobs["argument"] = own_job(tmp_path / "argument", final=0.2)
     interrupted(jobs["stopped"], 5)
     for name in ("whole", "built in", "argument"):
@@ -114,7 +114,7 @@ def test_a_branch_goes_on_without_the_schedule_of_before(tmp_path: Path, monkeyp
     (tmp_path / "mine" / "gone_schedule.py").write_text("def half(step, steps):\n    return 0.5\n")
     for there in (True, False):
         job, said = (
-            toy_job(tmp_path / str(there), steps=2, **SMALL, optim={"lr": PEAK}, schedule={"kind": "gone_schedule:half"}),
+            small_job(tmp_path / str(there), steps=2, **SMALL, optim={"lr": PEAK}, schedule={"kind": "gone_schedule:half"}),
             list[str](),
         )
         with monkeypatch.context() as patch:
@@ -165,12 +165,14 @@ def test_what_is_no_schedule_is_refused_before_a_worker_starts(tmp_path: Path, n
 )
 def test_settings_that_do_not_fit_a_schedule_are_refused(schedule: dict[str, Any], said: str) -> None:
     with pytest.raises(JobError, match=said):
-        toy_job("/b", schedule=schedule)
+        small_job("/b", schedule=schedule)
 
 
 def test_linear_and_inverse_square_root() -> None:
-    """A line that ends at 0.1 × the maximum, and the rate of Vaswani and others, by their own formula."""
-    linear, rsqrt = (toy_job("/b", steps=10, optim={"lr": 1.0}, schedule={"kind": kind, "warmup_steps": 4}) for kind in ("linear", "rsqrt"))
+    """A line that ends at 0.1 × the maximum, and the rate of Vaswani and others by their formula."""
+    linear, rsqrt = (
+        small_job("/b", steps=10, optim={"lr": 1.0}, schedule={"kind": kind, "warmup_steps": 4}) for kind in ("linear", "rsqrt")
+    )
     line = [0, 0.25, 0.5, 0.75, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1]
     assert [learning_rate_of(linear, step) for step in range(11)] == pytest.approx(line, rel=1e-15)
     vaswani = [min(step**-0.5, step * 4**-1.5) / 4**-0.5 for step in range(1, 11)]
@@ -179,5 +181,5 @@ def test_linear_and_inverse_square_root() -> None:
 
 
 def test_the_digest_of_an_older_run_stays() -> None:
-    assert toy_job("/b", schedule={"warmup_steps": 2, "args": {}}).digest == toy_job("/b").digest
+    assert small_job("/b", schedule={"warmup_steps": 2, "args": {}}).digest == small_job("/b").digest
     assert own_job("/b").digest != own_job("/b", final=0.2).digest

@@ -19,7 +19,7 @@ from storage.objects import ObjectStore
 from tests.data.texts import numbered
 from tests.support.ranks import Ranks
 from tests.support.segments import train, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 STEPS, END = 2, 28
 
@@ -36,7 +36,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job_on(tokens: Path, bucket: Path, documents: bool = True, **changes: Any) -> Job:
-    return toy_job(bucket, data={"args": {"path": str(tokens), "seq_len": 16, "documents": documents}}, **changes)
+    return small_job(bucket, data={"args": {"path": str(tokens), "seq_len": 16, "documents": documents}}, **changes)
 
 
 def test_gpt2_ends_with_the_same_bits(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_job_chooses_flex_attention(build: Any, tmp_path: Path) -> None:
 
     def chosen(device: str = "cuda", dropout: float = 0.0, **settings: Any) -> tuple[Kernel, Kernel]:
         model = build(dropout=dropout)
-        apply_kernels(model, torch.device(device), toy_job(tmp_path, **{"compile": True} | settings))
+        apply_kernels(model, torch.device(device), small_job(tmp_path, **{"compile": True} | settings))
         return model.attends, model.attends_in_documents
 
     assert chosen() == (Kernel.FLEX, Kernel.FLEX)

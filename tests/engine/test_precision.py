@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,10 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
 from tests.support.segments import compute, here, member, train, train_each, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job, toy_job
 
 BF16 = {"precision": "bf16"}
 STEPS = 3
-TWO = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2, "dropout": 0.1}
 
 
 def dtypes(world: World, job: Job) -> dict[str, set[str]]:
@@ -54,13 +51,13 @@ def test_e2_what_is_computed_with_is_bf16_and_what_is_kept_is_float32(ranks: Ran
     """E2: dtypes of the tensors themselves, in every member."""
     low, high = {"bfloat16"}, {"float32"}
     kept = {kind: high for kind in ("gradient", "parameter", "moment.exp_avg", "moment.exp_avg_sq", "scalar")}
-    found = ranks.run_each(layout, dtypes, [(toy_job(tmp_path, **BF16),), (toy_job(tmp_path),)])
+    found = ranks.run_each(layout, dtypes, [(small_job(tmp_path, **BF16),), (small_job(tmp_path),)])
     for computed, members in zip((low, high), found, strict=True):
         assert members == [{"weight": computed, "input": computed, "output": computed, **kept}] * layout.world
 
 
 def test_without_the_fold_bf16_depends_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
-    """Negative control of ``test_covering.py``."""
+    """Negative control of ``test_covering.py``, with eight microbatches: in float32 the sum of four gradients in bf16 is often exact."""
     one, three = (toy_job(tmp_path / name, **BF16, reproducible=False) for name in ("one", "three"))
     assert train_here(one, STEPS).hash != train(ranks, three, Layout(1, 3), STEPS).hash
 
@@ -88,7 +85,7 @@ def small_updates(world: World, job: Job, steps: int) -> tuple[dict[str, torch.T
 
 def test_e2_updates_too_small_for_bf16_move_the_masters(tmp_path: Path) -> None:
     """E2: each update is below 2^-9 of the weight, half of what bf16 can tell apart below 1; pure bf16 weights stay where they were."""
-    job = toy_job(tmp_path, **BF16, optim={"lr": 2e-4}, schedule={"kind": "constant"})
+    job = small_job(tmp_path, **BF16, optim={"lr": 2e-4}, schedule={"kind": "constant"})
     masters, pure, largest = here(small_updates, job, 12)
     assert 0 < largest < 2**-9
     for name, value in masters.items():
@@ -130,11 +127,11 @@ class Mixed(nn.Module):
 def test_inputs_in_float32_are_cast_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
     """Blocks get bf16, whether FSDP2 wraps them or not.  The control: in float32 the bits are others."""
     own: dict[str, Any] = {"model": f"{__name__}:Mixed", "model_args": {}, **BF16}
-    one = train_here(toy_job(tmp_path / "one", **own), STEPS)
-    none, *shards = (toy_job(tmp_path / str(zero), parallel={"zero": zero}, **own) for zero in (0, 2, 3))
+    one = train_here(small_job(tmp_path / "one", **own), STEPS)
+    none, *shards = (small_job(tmp_path / str(zero), parallel={"zero": zero}, **own) for zero in (0, 2, 3))
     others = [*train_each(ranks, shards, Layout(1, 2), STEPS), train(ranks, none, Layout(2, 1), STEPS)]
     assert [each.hash for each in others] == [one.hash] * 3
-    assert train_here(toy_job(tmp_path / "high", **{**own, "precision": "fp32"}), STEPS).hash != one.hash
+    assert train_here(small_job(tmp_path / "high", **{**own, "precision": "fp32"}), STEPS).hash != one.hash
 
 
 @pytest.mark.full
@@ -148,28 +145,5 @@ def test_compiled_blocks_have_the_same_bits_in_every_layout(ranks: Ranks, tmp_pa
         **BF16,
     }
     layouts = [Layout(1, 1), Layout(1, 2), Layout(2, 1)]
-    hashes = {train(ranks, toy_job(tmp_path / str(layout), **settings), layout, STEPS).hash for layout in layouts}
+    hashes = {train(ranks, small_job(tmp_path / str(layout), **settings), layout, STEPS).hash for layout in layouts}
     assert len(hashes) == 1
-
-
-def losses(world: World, job: Job, steps: int) -> tuple[list[float], int]:
-    """Returns the loss of every step, and the number of loss scalers in this process."""
-    with member(world, job, Version(0, 0)) as me:
-        found = [me.step().loss for _ in range(steps)]
-        return found, sum(issubclass(type(each), torch.amp.GradScaler) for each in gc.get_objects())
-
-
-def test_e4_the_loss_in_bf16_is_that_of_fp32_without_a_scaler(tmp_path: Path) -> None:
-    """E4: within 1 % after 200 steps (mean of the last ten), no loss scaler.  The control: fifty steps earlier it is not."""
-    last, earlier = {}, 0.0
-    for precision in ("bf16", "fp32"):
-        job = toy_job(
-            tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3}, model_args=TWO
-        )
-        curve, scalers = here(losses, job, 200)
-        assert scalers == 0
-        assert curve[-1] < 0.5 * curve[0]
-        last[precision], earlier = statistics.mean(curve[-10:]), statistics.mean(curve[-60:-50])
-    assert last["bf16"] == pytest.approx(last["fp32"], rel=0.01)
-    assert earlier != pytest.approx(last["fp32"], rel=0.01)
-    assert last["bf16"] != last["fp32"]

@@ -28,14 +28,14 @@ from storage.slices import Slice
 from tests.support.carried import hash_after_healing
 from tests.support.ranks import Ranks
 from tests.support.segments import member, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 STEPS = 4
 SMALL = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2, "dropout": 0.1}
 
 
 def bf16_job(bucket: Path | str = "/nowhere", moments: str = "bf16", **optim: Any) -> Job:
-    return toy_job(bucket, model_args=SMALL, optim={"lr": 1e-2, "moments": moments, **optim}, schedule={"kind": "constant"})
+    return small_job(bucket, model_args=SMALL, optim={"lr": 1e-2, "moments": moments, **optim}, schedule={"kind": "constant"})
 
 
 @pytest.mark.fast
@@ -251,6 +251,6 @@ def test_its_state_is_healed_from_members(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.fast
 def test_other_optimizers_refuse_it() -> None:
     with pytest.raises(JobError, match=r"optim\.moments = 'bf16' is a setting of adamw, and optim\.kind = 'sgd'; leave it out"):
-        toy_job("/nowhere", optim={"kind": "sgd", "moments": "bf16"})
+        small_job("/nowhere", optim={"kind": "sgd", "moments": "bf16"})
     with pytest.raises(JobError, match=r"optim\.moments = 'bf16' is a setting of adamw"):
-        toy_job("/nowhere", optim={"kind": "muon", "moments": "bf16"})
+        small_job("/nowhere", optim={"kind": "muon", "moments": "bf16"})

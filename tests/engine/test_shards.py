@@ -19,7 +19,7 @@ from elastic.train.model import build_model, builder_of
 from tests.engine.test_zero import FREE, LARGE, staged, stepping
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
-from tests.support.segments import compute, member, shard_hash
+from tests.support.segments import compute, member
 
 LAYERS, PAIR, PREFETCH = 4, Layout(1, 2), 1
 """FSDP2 gathers one layer ahead in the backward pass."""
@@ -162,14 +162,6 @@ def test_c6_precision_changes_the_dtype_of_the_collectives(ranks: Ranks, tmp_pat
 # ---- replicas of shards
 
 
-def hybrid(world: World, job: Job) -> tuple[Calls, int, float, str]:
-    """Returns what ``stepping`` does, and the hash of this member's shard after another step."""
-    calls, taken, loss = stepping(world, job)
-    with member(world, job, Version(0, 0), prefetch=0) as me:
-        me.step()
-        return calls, taken, loss, shard_hash(me.state.shard)
-
-
 def test_c8_replicas_of_shards(ranks: Ranks, tmp_path: Path) -> None:
     """C8: two replicas of two shards.  A member holds 16 bytes for each parameter of its shard (4 weights, 8 moments, 4 sums), and in stage
     2 the 2 of all weights with which it computes; replicas are equal, and shards are not.
@@ -177,15 +169,14 @@ def test_c8_replicas_of_shards(ranks: Ranks, tmp_path: Path) -> None:
     Between replicas only the shard of the gradient travels, in float32: once a step in stage 2, and in each round in stage 3.  Weights stay
     within a replica.  The control: four shards of one replica take half the memory and send nothing of the kind.
     """
-    cases = [(staged(tmp_path / f"hybrid {zero}", zero, **FREE),) for zero in (2, 3)]
-    flat = [(staged(tmp_path / f"flat {zero}", zero, **FREE),) for zero in (2, 3)]
-    hybrids, flats = ranks.run_each(Layout(2, 2), hybrid, cases), ranks.run_each(Layout(1, 4), stepping, flat)
+    cases = [(staged(tmp_path / f"hybrid {zero}", zero, **FREE, global_batch=16),) for zero in (2, 3)]
+    hybrids = ranks.run_each(Layout(2, 2), stepping, cases)
     parameters = sum(parameter.numel() for parameter in build_model(cases[0][0], builder_of(cases[0][0])).parameters())
-    for zero, members, (alone, *_) in zip((2, 3), hybrids, flats, strict=True):
+    for zero, members in zip((2, 3), hybrids, strict=True):
         check_hybrid(zero, parameters, members)
-        calls, taken, _ = alone
-        assert taken / parameters == pytest.approx(16 / 4 + (2 if zero == 2 else 0), rel=0.03)
-        assert {call.members for call in calls} == {(0, 1, 2, 3)} and not calls.named("allreduce")
+    calls, taken, *_ = ranks.run(Layout(1, 4), stepping, staged(tmp_path / "flat", 2, **FREE))[0]
+    assert taken / parameters == pytest.approx(16 / 4 + 2, rel=0.03)
+    assert {call.members for call in calls} == {(0, 1, 2, 3)} and not calls.named("allreduce")
 
 
 def check_hybrid(zero: int, parameters: int, members: Sequence[tuple[Calls, int, float, str]]) -> None:

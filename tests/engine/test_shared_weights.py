@@ -23,7 +23,7 @@ from elastic.train.model import build_model, builder_of, in_its_stage
 from elastic.train.preflight import preflight
 from tests.support.ranks import Ranks
 from tests.support.segments import member, train, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 SHARED = {
     "weight": ("layers.0.even.weight", "layers.2.even.weight"),
@@ -84,7 +84,7 @@ class Sharing(nn.Module):
 
 def sharing(folder: Path, kind: str, zero: int | str = "auto", **changes: Any) -> Job:
     changes = {"parallel": {"zero": zero}, "workers": {"max": 2}, **changes}
-    return toy_job(folder, model=f"{__name__}:Sharing", model_args={"kind": kind}, **changes)
+    return small_job(folder, model=f"{__name__}:Sharing", model_args={"kind": kind}, **changes)
 
 
 @pytest.mark.parametrize("kind", SHARED)

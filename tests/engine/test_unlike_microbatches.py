@@ -19,7 +19,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
 from tests.support.segments import here, member, train, train_each, train_here
-from tests.support.toys import Sums, toy_job
+from tests.support.toys import Sums, small_job
 
 HERE = __name__
 
@@ -65,7 +65,7 @@ class Branches(nn.Module):
 
 
 def job(bucket: Path, kind: str, **changes: Any) -> Job:
-    return toy_job(bucket, model=f"{HERE}:Branches", model_args={"kind": kind}, **{"global_batch": 8, **changes})
+    return small_job(bucket, model=f"{HERE}:Branches", model_args={"kind": kind}, **{"global_batch": 8, **changes})
 
 
 def norms(world: World, job: Job, filled: bool) -> tuple[float, float]:
@@ -198,14 +198,14 @@ def test_a_pass_without_gradients_has_no_part_in_stage_3(ranks: Ranks, tmp_path:
         "reproducible": reproducible,
         "loss": f"{HERE}:weighted_by_teacher",
     }
-    one = train_here(toy_job(tmp_path / "1", **changes), 2)
-    split_up = train(ranks, toy_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3}), Layout(1, 2), 2)
+    one = train_here(small_job(tmp_path / "1", **changes), 2)
+    split_up = train(ranks, small_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3}), Layout(1, 2), 2)
     assert [each.norm for each in split_up.outcomes] == pytest.approx([each.norm for each in one.outcomes], rel=1e-4)
     assert not reproducible or split_up.hash == one.hash
-    alone = train_here(toy_job(tmp_path / "alone", **changes | {"loss": "elastic.engine.loss:next_token"}), 1)
+    alone = train_here(small_job(tmp_path / "alone", **changes | {"loss": "elastic.engine.loss:next_token"}), 1)
     assert alone.outcomes[0].norm != pytest.approx(one.outcomes[0].norm, rel=1e-2)
     if reproducible:
-        refused = toy_job(tmp_path / "2", **changes | {"loss": f"{HERE}:learning"}, parallel={"dp_shard": 2, "zero": 3})
+        refused = small_job(tmp_path / "2", **changes | {"loss": f"{HERE}:learning"}, parallel={"dp_shard": 2, "zero": 3})
         assert any("has two parts in one microbatch" in sentence for sentence in ranks.run(Layout(1, 2), said, refused))
 
 
@@ -229,9 +229,9 @@ def stepped_back(model: nn.Module, batch: dict[str, Tensor]) -> Any:
 def test_a_backward_pass_within_the_loss_is_named_by_stage_3(ranks: Ranks, tmp_path: Path, loss: str) -> None:
     """The control: stage 2 has the bits of one worker, as the sentence promises."""
     changes: dict[str, Any] = {"model": "tests.support.toys:own", "model_args": {}, "loss": f"{HERE}:{loss}"}
-    stage_3 = toy_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3})
+    stage_3 = small_job(tmp_path / "3", **changes, parallel={"dp_shard": 2, "zero": 3})
     found = [sentence for sentence in ranks.run(Layout(1, 2), said, stage_3) if sentence]
     assert found and all(sentence.startswith("a backward pass ran within the loss (torch.autograd.grad") for sentence in found), found
     assert all(sentence.endswith("set parallel.zero = 2") for sentence in found)
-    one = train_here(toy_job(tmp_path / "1", **changes), 2)
-    assert train(ranks, toy_job(tmp_path / "2", **changes, parallel={"dp_shard": 2, "zero": 2}), Layout(1, 2), 2).hash == one.hash
+    one = train_here(small_job(tmp_path / "1", **changes), 2)
+    assert train(ranks, small_job(tmp_path / "2", **changes, parallel={"dp_shard": 2, "zero": 2}), Layout(1, 2), 2).hash == one.hash

@@ -18,7 +18,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
 from tests.support.segments import member, train_each, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 PAIR, SPLIT = Layout(1, 2), {"dp_shard": 2, "zero": 3}
 
@@ -63,7 +63,7 @@ class Ways(nn.Module):
 
 
 def job(bucket: Path, kind: str, passes: int = 0, **changes: Any) -> Job:
-    return toy_job(bucket, model=f"{__name__}:Ways", model_args={"kind": kind, "passes": passes}, **changes)
+    return small_job(bucket, model=f"{__name__}:Ways", model_args={"kind": kind, "passes": passes}, global_batch=16, **changes)
 
 
 def said(world: World, job: Job) -> tuple[str, int]:

@@ -25,7 +25,7 @@ from elastic.train.session import build_of, make_session
 from elastic.train.validation import Blocks, validate
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, here, member, train_each, train_here
-from tests.support.toys import Sums, toy_job
+from tests.support.toys import Sums, small_job
 
 HELD_OUT = {"every": 2, "samples": 7, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
 
@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {"model_args": {"vocab": 29, "dim": 32, "layers": 1, "he
 
 
 def validating(folder: Path, **changes: Any) -> Job:
-    return toy_job(folder, **SMALL | {"validation": HELD_OUT} | changes)
+    return small_job(folder, **SMALL | {"validation": HELD_OUT} | changes)
 
 
 def found(trained: Trained) -> dict[int, Validated]:
@@ -79,7 +79,7 @@ def test_l1_whatever_the_engine_does(ranks: Ranks, tmp_path: Path, changes: dict
 
     ``test_covering.py`` has all else that the engine does.
     """
-    jobs = [toy_job(tmp_path / "without", **SMALL | changes), *(validating(tmp_path / name, **changes) for name in ("once", "twice"))]
+    jobs = [small_job(tmp_path / "without", **SMALL | changes), *(validating(tmp_path / name, **changes) for name in ("once", "twice"))]
     without, *both = train_each(ranks, jobs, Layout(1, 2), 5)
     if changes.get("reproducible", True):
         assert {each.hash for each in both} == {without.hash}
@@ -177,7 +177,7 @@ def test_members_must_hold_out_the_same_samples(tmp_path: Path) -> None:
 
 def test_held_out_samples_are_compared_with_those_of_the_training(tmp_path: Path) -> None:
     """Samples of the training are said; other tensors are refused before the start.  The control: other samples, and nothing is said."""
-    same = validating(tmp_path / "same", validation={"every": 2, "args": toy_job("/nowhere").data.args})
+    same = validating(tmp_path / "same", validation={"every": 2, "args": small_job("/nowhere").data.args})
     assert any("validation.args: these are the samples that are trained on" in note for note in preflight(same, local=True).notes)
     assert not any("validation" in note for note in preflight(validating(tmp_path / "other"), local=True).notes)
     longer = {**HELD_OUT, "args": {"samples": 50, "seq_len": 24}}

@@ -16,7 +16,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from tests.support.ranks import Ranks
 from tests.support.segments import member
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 
 HERE = __name__
 
@@ -62,7 +62,7 @@ def stepped(world: World, job: Job, unfiltered: bool) -> tuple[list[str], str]:
 
 
 def job(bucket: Path, **args: Any) -> Job:
-    return toy_job(bucket, model=f"{HERE}:Rows", model_args=args, loss=f"{HERE}:loss", parallel={"zero": 3, "dp_shard": 2})
+    return small_job(bucket, model=f"{HERE}:Rows", model_args=args, loss=f"{HERE}:loss", parallel={"zero": 3, "dp_shard": 2})
 
 
 def test_a_view_that_is_left_alone_is_no_reason_to_warn(ranks: Ranks, tmp_path: Path) -> None:

@@ -38,13 +38,13 @@ from tests.engine.test_gathers import loss as sideways
 from tests.engine.test_offload import LARGE, living
 from tests.support.ranks import Ranks
 from tests.support.segments import Member, Trained, compute, here, member, segment, train, train_each, train_here
-from tests.support.toys import Own, toy_job
+from tests.support.toys import Own, small_job
 
 LAYERS = 4
 
 
 def visiting(folder: Path | str, zero: int = 2, **changes: Any) -> Job:
-    return toy_job(folder, **{"offload": "weights", "parallel": {"zero": zero}, **changes})
+    return small_job(folder, **{"offload": "weights", "parallel": {"zero": zero}, **changes})
 
 
 # ---- the bits
@@ -109,7 +109,7 @@ def test_whatever_a_block_keeps_the_bits_are_the_same(ranks: Ranks, tmp_path: Pa
 
     ``test_covering.py`` has what is not here, in every layout.
     """
-    jobs = [toy_job(tmp_path / "resident", parallel={"zero": 2}, **changes), visiting(tmp_path / "visiting", **changes)]
+    jobs = [small_job(tmp_path / "resident", parallel={"zero": 2}, **changes), visiting(tmp_path / "visiting", **changes)]
     resident, found = train_each(ranks, jobs, Layout(1, 2), 2)
     assert found.hash == resident.hash and [each.loss for each in found.outcomes] == [each.loss for each in resident.outcomes]
 
@@ -120,7 +120,7 @@ def test_a_weight_is_there_wherever_it_is_used(ranks: Ranks, tmp_path: Path, pre
     """The model calls none of its blocks, reads weights of one in another's place, and some in the loss."""
     place = "tests.engine.test_gathers"
     own: dict[str, Any] = {"model": f"{place}:Sideways", "model_args": {}, "loss": f"{place}:loss", "precision": precision}
-    resident = train_here(toy_job(tmp_path / "resident", **own), 3)
+    resident = train_here(small_job(tmp_path / "resident", **own), 3)
     assert train_here(visiting(tmp_path / "one", **own), 3).hash == resident.hash
     assert train(ranks, visiting(tmp_path / "two", **own), Layout(1, 2), 3).hash == resident.hash
 
@@ -406,8 +406,8 @@ def test_weights_on_the_host_need_room_beside_the_slots(tmp_path: Path, monkeypa
     def start(job: Job) -> None:
         session.make_snapshots(job, tensors, torch.device("cpu"), Counters(tmp_path / job.offload, create=True), Faults(()))
 
-    start(toy_job(tmp_path, offload="optimizer", parallel={"zero": 0}, **changes))
-    with pytest.raises(JobError, match=r"the node, less \d+ kB for weights with which the model computes, leaves only"):
+    start(small_job(tmp_path, offload="optimizer", parallel={"zero": 0}, **changes))
+    with pytest.raises(JobError, match=r"the node, less [\d.]+ kB for weights with which the model computes, leaves only"):
         start(visiting(tmp_path, 0, **changes))
 
 

@@ -22,7 +22,7 @@ from tests.engine.test_ordered import dumb, gradients
 from tests.support.collectives import counting
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, member, segment, train_here
-from tests.support.toys import toy_job
+from tests.support.toys import small_job
 from tests.support.worlds import STEPS
 
 BF16: dict[str, Any] = {"reduction": {"wire": "bf16"}}
@@ -78,7 +78,7 @@ def test_e6_two_runs_are_equal_and_the_format_is_part_of_the_job(reference: Trai
 
     One worker sends nothing, and rounds all the same.
     """
-    alone, again = (train_here(toy_job(tmp_path / name, **BF16), STEPS) for name in ("alone", "again"))
+    alone, again = (train_here(small_job(tmp_path / name, **BF16), STEPS) for name in ("alone", "again"))
     assert again.hash == alone.hash != reference.hash
     assert [replace(each, generation=0) for each in again.outcomes] == [replace(each, generation=0) for each in alone.outcomes]
     for mine, theirs in zip(alone.outcomes, reference.outcomes, strict=True):
@@ -103,7 +103,7 @@ def sent(world: World, job: Job) -> Counter[str]:
 )
 def test_e6_half_the_bytes_travel(ranks: Ranks, tmp_path: Path, layout: Layout, reproducible: bool, name: str) -> None:
     """E6: counted at the real collectives.  All else that travels stays as it was."""
-    cases = [(toy_job(tmp_path / wire, reproducible=reproducible, reduction={"wire": wire}),) for wire in ("fp32", "bf16")]
+    cases = [(small_job(tmp_path / wire, reproducible=reproducible, reduction={"wire": wire}),) for wire in ("fp32", "bf16")]
     wide, narrow = ranks.run_each(layout, sent, cases)
     for theirs, mine in zip(wide, narrow, strict=True):
         (key,) = (each for each in theirs if each.startswith(name))
@@ -116,7 +116,7 @@ def test_e6_half_the_bytes_travel(ranks: Ranks, tmp_path: Path, layout: Layout, 
 @pytest.mark.parametrize("layout", [Layout(2, 1), Layout(2, 2)], ids=str)
 def test_e6_the_library_s_sum_in_bf16_is_the_same_on_all_replicas(ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout) -> None:
     """E6: it is near that in float32, and depends on the layout."""
-    job = toy_job(tmp_path, reproducible=False, **BF16)
+    job = small_job(tmp_path, reproducible=False, **BF16)
     parts = ranks.run(layout, segment, job, Version(0, 0), STEPS)
     for rank, part in enumerate(parts):
         assert part.hashes == parts[rank % layout.dp_shard].hashes

@@ -1,12 +1,8 @@
-"""The golden jobs: what they are, on which kind of machine their bits are known, and a process that runs them.
+"""The golden jobs: what they are, on which kind of machine their bits are known, and processes that run them.
 
 A golden hash says what a job ends with, byte for byte.  Bits depend on the kernels that torch picks for a CPU, so the jobs run in child
 processes whose environment pins those kernels (:data:`PINNED`).  On some machines that is not enough: the same operations in plain
 torch, without Elastic, give another digest there.  :func:`kind_of` then returns another kind, and the tests skip.
-
-    python -m tests.golden.jobs '[["base", "local", {}], ["base", "1x2", {"seed": 1}]]'
-
-prints one JSON object: the kind for each job, and the hash of each run in the order asked for.
 """
 
 from __future__ import annotations
@@ -18,12 +14,16 @@ import platform
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Ranks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -64,11 +64,32 @@ def golden(numerics: int = 1) -> Any:
     return json.loads((HERE / "hashes.json").read_text(encoding="utf-8"))[str(numerics)]
 
 
-def ask(requests: Sequence[Request], timeout_s: float = 600, **environment: str) -> Any:
-    """Runs the jobs in a child process with pinned kernels; returns {"kinds": {job: kind}, "hashes": [hash of each run]}."""
-    done = pinned("-m", "tests.golden.jobs", json.dumps(requests), timeout_s=timeout_s, **environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+@contextmanager
+def kernels(count: int, **environment: str) -> Iterator[Ranks]:
+    """Yields processes with pinned kernels: they are forks of one that has torch and has not computed anything with it."""
+    from tests.support.ranks import Ranks
+
+    pool = Ranks(count, environment=PINNED | environment)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def ask(requests: Sequence[Request], **environment: str) -> Any:
+    """Runs the jobs in processes with pinned kernels; returns {"kinds": {job: kind}, "hashes": [hash of each run]}."""
+    most = max(1 if layout == LOCAL else prod(_degrees(layout)) for _, layout, _ in requests)
+    with kernels(most, **environment) as pool:
+        return answered(pool, requests)
+
+
+def answered(pool: Ranks, requests: Sequence[Request]) -> Any:
+    """Returns what :func:`ask` does."""
+    from elastic.plan.layout import Layout
+
+    hashes = [run_one(request, pool) for request in requests]
+    (kinds,) = pool.run(Layout(1, 1), kinds_of, sorted({name for name, _, _ in requests}))
+    return {"kinds": kinds, "hashes": hashes}
 
 
 def pinned(*arguments: str, timeout_s: float = 600, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -78,7 +99,7 @@ def pinned(*arguments: str, timeout_s: float = 600, **environment: str) -> subpr
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-# ---- in the child process
+# ---- in the child processes
 
 
 def kind_of(name: str) -> str:
@@ -157,45 +178,32 @@ def _prepared(folder: Path, text: str) -> str:
     return str(folder)
 
 
-def run_one(request: Request, ranks: Any) -> str:
-    """Returns the hash of one run.  ``ranks()`` gives processes that form worlds."""
+def run_one(request: Request, pool: Ranks) -> str:
+    """Returns the hash of one run."""
     from elastic.plan.layout import Layout
-    from elastic.train.local import run_local
     from tests.support.segments import train
 
     name, layout, changes = request
     with TemporaryDirectory() as folder:
         job = job_in(Path(folder) / "bucket", name, changes)
         if layout != LOCAL:
-            return str(train(ranks(), job, Layout(*_degrees(layout)), job.steps).hash)
-        state, reason, _ = run_local(job, lambda line: None)
-        assert state == "Finished", reason
+            return train(pool, job, Layout(*_degrees(layout)), job.steps).hash
+        pool.run(Layout(1, 1), run_alone, job)
         return final_hash(job)
+
+
+def run_alone(world: Any, job: Any) -> None:
+    from elastic.train.local import run_local
+
+    world.close()  # a local run forms its own
+    state, reason, _ = run_local(job, lambda line: None)
+    assert state == "Finished", reason
+
+
+def kinds_of(_world: Any, names: Sequence[str]) -> dict[str, str]:
+    return {name: kind_of(name) for name in names}
 
 
 def _degrees(layout: str) -> tuple[int, int]:
     replicas, shards = layout.split("x")
     return int(replicas), int(shards)
-
-
-def main() -> None:
-    from tests.support.ranks import Ranks
-
-    requests: list[Request] = json.loads(sys.argv[1])
-    most = max(1 if layout == LOCAL else prod(_degrees(layout)) for _, layout, _ in requests)
-    pool: list[Ranks] = []
-
-    def ranks() -> Ranks:
-        pool.extend([] if pool else [Ranks(most)])
-        return pool[0]
-
-    try:
-        hashes = [run_one(request, ranks) for request in requests]
-    finally:
-        for each in pool:
-            each.close()
-    print(json.dumps({"kinds": {name: kind_of(name) for name, _, _ in requests}, "hashes": hashes}))
-
-
-if __name__ == "__main__":
-    main()

@@ -63,7 +63,7 @@ def hashes() -> None:
     made_at = commit()
     layouts = {name: LAYOUTS.get(name, SMALL) for name in read("jobs.json")}
     requests: list[Request] = [(name, layout, {"numerics": NEWEST}) for name in layouts for layout in layouts[name]]
-    answer = ask(requests, timeout_s=1800)
+    answer = ask(requests)
     for (name, layout, _), value in zip(requests, answer["hashes"], strict=True):
         keep(made_at, answer["kinds"][name], name, value, (layout,), NEWEST)
 

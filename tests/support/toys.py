@@ -231,3 +231,8 @@ def toy_job(bucket: Path | str, **changes: Any) -> Job:
         "deadlines": {"grow_debounce_s": 30},  # so that the first world has every worker for which there is room, however busy the machine
     }
     return Job(**(values | changes))
+
+
+def small_job(bucket: Path | str, **changes: Any) -> Job:
+    """Returns :func:`toy_job` with the changes of :data:`SMALL`, and others: the job of tests of the engine."""
+    return toy_job(bucket, **{**SMALL, **changes})

@@ -49,8 +49,8 @@ def fresh_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Trains ``toy_job`` for ``STEPS`` steps, undisturbed, on one worker."""
+    """Trains ``small_job`` for ``STEPS`` steps, undisturbed, on one worker."""
     from tests.support.segments import train_here
-    from tests.support.toys import toy_job
+    from tests.support.toys import small_job
 
-    return train_here(toy_job(tmp_path_factory.mktemp("one")), STEPS)
+    return train_here(small_job(tmp_path_factory.mktemp("one")), STEPS)

@@ -35,20 +35,20 @@ class Budget:
 
 BUDGETS: Mapping[str, Budget] = {
     "tests/actors": Budget(
-        worlds=27, runs=90, processes=600, why="each recovery is of a run on Ray: its coordinator, keepers and workers, and what kills them"
+        runs=75, processes=420, why="each recovery is of a run on Ray: its coordinator, keepers and workers, and what kills them"
     ),
     "tests/architecture": Budget(processes=4, why="what a package imports shows in a process that imports nothing else"),
     "tests/data": Budget(processes=8, why="tokenizers and preparations that are killed, or have an environment of their own"),
     "tests/engine": Budget(
-        worlds=235, processes=17, compilations=50, why="the bits of worlds are those of one worker; what is compiled is compiled for real"
+        worlds=245, processes=8, compilations=12, why="the bits of worlds are those of one worker; what is compiled is compiled for real"
     ),
-    "tests/examples": Budget(worlds=2, runs=10, processes=70, why="each command of the guide"),
-    "tests/golden": Budget(runs=1, processes=2, why="the bits of the golden jobs, and what makes them"),
+    "tests/examples": Budget(worlds=2, processes=56, why="each command of the guide"),
+    "tests/golden": Budget(worlds=10, runs=1, processes=2, why="the bits of the golden jobs, and what makes them"),
     "tests/gpu": Budget(worlds=200, runs=10, processes=60, compilations=50, why="only where there are GPUs; elsewhere next to nothing"),
     "tests/models": Budget(worlds=20, processes=5, why="models of another library train in worlds"),
     "tests/sim": Budget(processes=3, why="another hash seed, and the command that simulates"),
-    "tests/state": Budget(worlds=70, processes=70, why="members heal from members; uploaders, keepers and readers of memory are processes"),
-    "tests/storage": Budget(runs=3, processes=20, why="writers that race or are killed, and a backend that a package brings"),
+    "tests/state": Budget(worlds=35, processes=54, why="members heal from members; uploaders, keepers and readers of memory are processes"),
+    "tests/storage": Budget(runs=2, processes=19, why="writers that race or are killed, and a backend that a package brings"),
     "tests/support": Budget(processes=18, why="how processes end is seen of real ones"),
     "tests/test_clusters.py": Budget(processes=5, why="the shell reads the lines of the page of clusters"),
     "tests/test_frame.py": Budget(processes=6, why="the package is built and imported elsewhere"),
@@ -58,7 +58,7 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/test_prepared.py": Budget(processes=2, why="what a worker imports before it joins"),
     "tests/test_terminal.py": Budget(runs=4, processes=5, why="real terminals, one of which goes away"),
     "tests/test_threads.py": Budget(processes=2, why="threads of a process that has started none"),
-    "tests/train": Budget(worlds=160, processes=8, why="what is foreseen of memory, and steps of worlds, against real ones"),
+    "tests/train": Budget(worlds=116, processes=7, why="what is foreseen of memory, and steps of worlds, against real ones"),
 }
 """The budget of each folder of tests, and of each file beside them; what has no row may start nothing."""
 

@@ -21,11 +21,12 @@ from elastic.train.preflight import preflight
 from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml
 from tests.support.patience import until
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
 Shown = pytest.CaptureFixture[str]
 SAVES = 10
-ENDLESS = {"steps": 10_000, "data": {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.02}}, "checkpoint": {"save_every": SAVES}}
+DATA = {"dataset": "tests.support.toys:Sums", "args": {"read_s": 0.05}}
+ENDLESS = LIGHT | {"steps": 10_000, "data": DATA, "checkpoint": {"save_every": SAVES}, "workers": {"max": 1}}
 OTHER = {
     "model": "nowhere:at_all",
     "model_args": {"vocab": "many"},

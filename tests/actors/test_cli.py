@@ -467,6 +467,7 @@ def full_cluster() -> Iterator[Any]:
 @pytest.mark.usefixtures("full_cluster")
 def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cluster, "ROOM_S", 0.5)
     assert main(["train", written(tmp_path)]) == 2
     assert not (tmp_path / "bucket").exists(), "no run was begun"
     said = sentence(capsys)

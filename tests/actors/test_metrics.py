@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 
 from actors.cli import main
-from tests.actors.test_failover import STEPS, Killer, job_of, running
+from tests.actors.test_failover import Killer, job_of, running
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.job_file import to_toml
+from tests.support.kills import SAMPLES
 from tests.support.report_page import read_page
 from tests.support.sinks import rows_in
+from tests.support.toys import LIGHT
 from tests.support.trackers import History, mlflow_has, tensorboard_has, wandb_has
+
+STEPS, GATE, LOST = 20, 14, 16
+"""Steps of the run; the one that waits for the coordinator's death, and the one in which a worker dies."""
 
 
 def trackers(folder: Path) -> dict[str, dict[str, Any]]:
@@ -60,16 +65,17 @@ def test_l2_each_step_once_although_coordinator_and_worker_are_killed(
 
     The coordinator is killed between two saves; then a worker is, the only holder of its shard, so that steps are done again.
     """
-    settings: dict[str, Any] = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 0}}
+    settings: dict[str, Any] = {**LIGHT, "parallel": {"dp_replicate": 1}, "copies": {"copy_every": 0}, "steps": STEPS}
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     settings["metrics"] = {"sinks": {"tests.support.sinks:Table": {"path": str(tmp_path / "steps.db")}, **trackers(tmp_path)}}
-    reference = alone(job_of(tmp_path / "alone", "local", data={"dataset": "tests.support.toys:Sums", "args": {"samples": 16 * STEPS}}))
-    job = job_of(tmp_path, "killed", faults=[{"point": "backward", "step": 20, "world_rank": 1}], **settings)
+    data = {"dataset": "tests.support.toys:Sums", "args": {"samples": SAMPLES}}
+    reference = alone(job_of(tmp_path / "alone", "local", data=data, steps=STEPS, **LIGHT))
+    job = job_of(tmp_path, "killed", {GATE: "gate"}, faults=[{"point": "backward", "step": LOST, "world_rank": 1}], **settings)
     killer = Killer(tmp_path, [running(9)])
     chaos = trial(job, killer)
     assert (chaos.result.state, chaos.hash) == ("Finished", reference.hash)
     assert [end.signal for end in killer.ends] == [signal.SIGKILL]
-    assert 19 in [each.final["step"] for each in chaos.witness.killed()], "the victim, in its step 20"
+    assert LOST - 1 in [each.final["step"] for each in chaos.witness.killed()], "the victim, in its step"
     assert rows_in(tmp_path / "steps.db") == [*enumerate(reference.losses, 1)], "a sink of the user's own"
     files = sorted((tmp_path / "killed" / "metrics").iterdir())
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]

@@ -18,13 +18,14 @@ from actors.living import attach
 from elastic.job import Job
 from elastic.runs.run import Run
 from elastic.train.local import run_local
-from tests.support.chaos import exported_hash
+from tests.support.chaos import alone, exported_hash
 from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S, until
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
-STEPS = 40
+STEPS, FEW = 40, 16
+"""Steps, and samples divided by 16, of a run; and the steps of one that is soon stopped."""
 
 
 def job_of(folder: Path, name: str, read_s: float = 0.04, steps: int = STEPS, **changes: object) -> Job:
@@ -54,33 +55,33 @@ def train(folder: Path) -> Command:
 
 
 @pytest.mark.must_run_in_ci
-def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, undisturbed_hash: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 3, a save at the step where it stopped, and the bits of the run that was never stopped."""
-    job = job_of(tmp_path, "ctrl-c")
+    job = job_of(tmp_path, "ctrl-c", read_s=0.25, steps=FEW, **LIGHT)
     command = train(tmp_path)
     command.until(reached("ctrl-c", 4))
     assert main(["status", str(tmp_path / "job.toml"), "--once"]) == 0  # from another process than the one that waits
     status = capsys.readouterr().out
-    assert re.search(rf"ctrl-c-0001-\w+: Running, step \d+ of {STEPS}, generation 1, incarnation 1; workers w1@\w+, w2@\w+; ", status)
+    assert re.search(rf"ctrl-c-0001-\w+: Running, step \d+ of {FEW}, generation 1, incarnation 1; workers w1@\w+, w2@\w+; ", status)
 
     command.interrupt()
     assert command.wait() == 3, command.text
     (stopped_at,) = map(int, re.findall(r"stopped \(Ctrl-C\), resumes from step (\d+)", command.text)[-1:])
-    assert f"Stopped at step {stopped_at} of {STEPS}" in command.text
+    assert f"Stopped at step {stopped_at} of {FEW}" in command.text
     assert "`elastic train job.toml` goes on" in command.text
-    assert 4 <= stopped_at < STEPS
+    assert 4 <= stopped_at < FEW
     newest = Run.open(job).newest()
     assert newest is not None and newest.step == stopped_at, "nothing is lost"
     assert_no_actor_left("ctrl-c")
     assert main(["status", str(tmp_path / "job.toml"), "--once"]) == 0
     assert f"is not running; newest good checkpoint: step {stopped_at}" in capsys.readouterr().out
 
-    job_of(tmp_path, "ctrl-c", read_s=0.0)
+    fast = job_of(tmp_path, "ctrl-c", read_s=0.0, steps=FEW, **LIGHT)
     assert main(["train", str(tmp_path / "job.toml")]) == 0  # in this process, which is on the cluster already
     again = capsys.readouterr().out
     assert f"at step {stopped_at} (bucket)" in again
     assert f"step {stopped_at:>5}/" not in again and f"step {stopped_at + 1:>5}/" in again
-    assert exported_hash(job) == undisturbed_hash
+    assert exported_hash(job) == alone(fast.replace(name="local")).hash
     assert_no_actor_left("ctrl-c")
 
 
@@ -136,7 +137,7 @@ def test_a_run_whose_driver_vanished_saves_and_leaves(tmp_path: Path, undisturbe
 
 def test_a_stop_while_nothing_runs_yet(tmp_path: Path) -> None:
     """A stop that is asked for before the first world is formed ends the run at once, with nothing saved and nothing left."""
-    job = job_of(tmp_path, "early", workers={"min": 2, "max": 2})
+    job = job_of(tmp_path, "early", workers={"min": 2, "max": 2}, **LIGHT)
     command = train(tmp_path)
     command.until(lambda: attach("early") is not None)
     ray.get(attach("early").stop.remote("a test asks for it"))
@@ -153,7 +154,7 @@ def attached(command: Command) -> Callable[[], bool]:
 @pytest.mark.must_run_in_ci
 def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R21, R19: submitted twice it attaches; Ctrl-C to the second driver and SIGTERM to the first only make them leave."""
-    job = job_of(tmp_path, "detached", read_s=0.06, steps=10_000, on_driver_exit="detach")  # a second driver comes and goes meanwhile
+    job = job_of(tmp_path, "detached", read_s=0.1, steps=10_000, on_driver_exit="detach", workers={"max": 1}, **LIGHT)
     first = train(tmp_path)
     first.until(reached("detached", 1))
     assert "the run continues after this command has ended; `elastic stop job.toml` stops it" in first.text

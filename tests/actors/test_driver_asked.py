@@ -14,6 +14,7 @@ from elastic.train.machine.gpus import NVML
 from tests.support.commands import ROOT, Command, user_job
 from tests.support.commands import user_package as package
 from tests.support.driver import Note, noted, notes
+from tests.support.warm import SOCKET, Warm
 
 ASKS = """
 import torch
@@ -30,19 +31,21 @@ os.environ.update(ours)
 
 def asked(folder: Path) -> list[Note]:
     """Trains on a cluster of its own whose waiting processes import what torch's compiler needs, a module that asks as torch's did, and
-    the control."""
+    the control.
+
+    The command and all workers are forks of a process that has imported the former, and in which torch is noted, too.
+    """
     package(folder, "driven")
     user_job(folder, "driven", steps=2, workers={"min": 1, "max": 1})
     (folder / "asks.py").write_text(ASKS)
     (folder / "control.py").write_text(CONTROL.replace("NVML", repr([*NVML])))
-    notes_of = noted(folder)
-    command = Command(
-        folder,
-        *("train", "job.toml", "--address", "local"),
-        RAY_preload_python_modules=",".join((PRELOADED, COMPILER, "asks", "control")),
-        **notes_of | {"PYTHONPATH": os.pathsep.join((notes_of["PYTHONPATH"], str(ROOT)))},
-    )
-    assert command.wait() == 0, command.text
+    environment = noted(folder)
+    environment["PYTHONPATH"] = os.pathsep.join((environment["PYTHONPATH"], str(ROOT)))
+    preloaded = {"RAY_preload_python_modules": ",".join((PRELOADED, COMPILER, "asks", "control"))}
+    with Warm(folder, COMPILER, **environment, **NVML) as forks:
+        line = ("train", "job.toml", "--address", "local")
+        command = Command(folder, *line, warm=True, **environment, **preloaded, **{SOCKET: forks.path})
+        assert command.wait() == 0, command.text
     return notes(folder)
 
 

@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -32,15 +33,16 @@ from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.runs.run import Run
-from tests.support.chaos import Trial, Witness, alone, assert_survived, exported_hash, formed
+from tests.support.chaos import Story, Trial, Witness, act_by, alone, assert_survived, comes, exported_hash, formed
 from tests.support.clusters import Nodes, assert_all_given_back, python_without_elastic
 from tests.support.commands import ROOT, user_job, user_package, view_of
 from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import processes
 
-STEPS, GROWS, DIES, SAVES = 28, 20, 24, 2
-"""Steps of the run; steps whose data cannot be read before it is about to grow for the last time, and before its cluster was killed; and
-from save to save."""
+STEPS, JOINS, WHOLE, DIES, SAVES = 16, 4, 8, 12, 2
+"""Steps of the run; those whose data cannot be read before the worker of a node that joins, and before the one in place of a killed worker,
+is about to be in the world, and before the cluster was killed; and from save to save."""
+When = Callable[[Witness, View], bool]
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 WATCHED = """
 import hashlib, json, os, sys, time
@@ -87,7 +89,7 @@ def documented() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Does what ``pip wheel . --no-deps`` has setuptools do, in a copy of the repository, since a build leaves files where it runs."""
+    """Builds our wheel as ``pip wheel . --no-deps`` does, in a copy of the repository, since a build leaves files where it runs."""
     copy = tmp_path_factory.mktemp("checkout") / "elastic"
     left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "quickstart-out")
     shutil.copytree(ROOT, copy, ignore=left_out)
@@ -97,21 +99,32 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.fixture(scope="module", autouse=True)
+def local_cluster(no_cluster_is_left: None) -> Iterator[None]:
+    """Takes this process out of the cluster of the other modules."""
+    ray.shutdown()
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A head and a node with one CPU each, so that two workers have no choice but to be on two nodes."""
-    with Nodes(python_without_elastic(tmp_path_factory.mktemp("python") / "venv"), head_cpus=1, forked=False) as started:
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return python_without_elastic(tmp_path_factory.mktemp("python") / "venv")
+
+
+@pytest.fixture(scope="module")
+def nodes(local_cluster: None, python: Path) -> Iterator[Nodes]:
+    """A head and a node with one CPU each, so that two workers have no choice but to be on two nodes.  This process is part of it."""
+    with Nodes(python, head_cpus=1) as started:
         started.add().says("Ray runtime started")
+        join(started)
         yield started
 
 
-@pytest.fixture(scope="module", autouse=True)
-def local_cluster(nodes: Nodes) -> Iterator[None]:
-    """Connects this process to ``nodes``, instead of a cluster of its own."""
+def join(nodes: Nodes) -> None:
+    """Makes this process part of a cluster, instead of another one."""
     ray.shutdown()
     ray.init(nodes.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
-    yield
-    ray.shutdown()
 
 
 def project(folder: Path, name: str, wheel: Path | None, **changes: Any) -> Job:
@@ -160,33 +173,40 @@ def test_the_wheel_holds_our_packages_and_nothing_else(wheel: Path) -> None:
     assert code == ours
 
 
-class StopThenKillThenGrow:
-    """Stops the Ray job at step 1, kills one of two workers at step 3, and starts a third node once the world is whole again; once its
-    worker is about to join, the first gate opens.  It is done once the third world has saved, and waits at the second gate."""
+def about_to_form(generation: int) -> When:
+    """Returns whether all that this world waits for is the step in which its members are; there it can be held by a gate."""
+    return lambda _, view: (view.generation, view.state) in ((generation - 1, "Stopping"), (generation, "Running"))
 
-    look_s = 0.05
+
+class StopThenGrowThenKill:
+    """Stops the Ray job, and adds a node; once the worker of that node is about to join, the first gate opens.  Then it kills that worker;
+    once the next one is about to join, the second gate opens.  It is done once this world has saved, and waits at the third gate."""
 
     def __init__(self, nodes: Nodes, job: Job, seen: Path) -> None:
-        self.nodes, self.job, self.seen, self.submitted, self.homes = nodes, job, seen, None, {}  # type: ignore[var-annotated]
-        self.stopped_at = self.killed_at = self.added_at = 0
+        self.nodes, self.job, self.seen, self.submitted = nodes, job, seen, None  # type: ignore[var-annotated]
+        self.homes, self.stopped_at, self.killed_at = dict[str, str](), 0, 0
         self.done = Event()
 
-    def __call__(self, witness: Witness, view: View) -> bool:
+    def saved(self, _: Witness, view: View) -> bool:
+        at_gate = view.generation == 4 and view.step == DIES - 1
+        return at_gate and (newest := Run.open(self.job).newest()) is not None and newest.step >= DIES - SAVES
+
+    def story(self) -> Story:
+        _, view = yield from comes(lambda _, view: view.step >= 1 and self.submitted is not None)
+        self.stopped_at = view.step
+        self.submitted.stop()
+        self.nodes.add()
+        yield from comes(about_to_form(2))
+        (self.seen / "joins").touch()
+        witness, view = yield from comes(lambda witness, view: view.generation == 2 and view.step > JOINS and "w2" in witness.seen)
         self.homes |= view.workers
-        if not self.stopped_at and view.step >= 1 and self.submitted is not None:
-            self.submitted.stop()
-            self.stopped_at = view.step
-        elif self.stopped_at and not self.killed_at and view.step >= 3 and "w2" in witness.seen:
-            witness.seen["w2"].process.kill()
-            self.killed_at = view.step
-        elif not self.added_at and view.generation == 3 and view.state == "Running":
-            self.nodes.add()
-            self.added_at = view.step
-        elif self.added_at and (view.generation, view.state) in ((3, "Stopping"), (4, "Running")):
-            (self.seen / "grows").touch()
-            if view.step == DIES - 1 and view.generation == 4 and (newest := Run.open(self.job).newest()) and newest.step >= DIES - SAVES:
-                self.done.set()
-        return False
+        self.killed_at = view.step
+        witness.seen["w2"].process.kill()
+        yield from comes(about_to_form(4))
+        (self.seen / "whole").touch()
+        _, view = yield from comes(self.saved)
+        self.homes |= view.workers
+        self.done.set()
 
 
 @pytest.mark.full
@@ -286,88 +306,110 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     assert exported_hash(job) == expected.hash
 
 
+def begun_and_killed(python: Path, job: Job, folder: Path, line: list[str]) -> tuple[StopThenGrowThenKill, Witness]:
+    """Submits the job on a head with one CPU, so that a second worker has no choice but to be on another node.
+
+    Kills every process of the cluster once all that happens to the run before has happened.
+    """
+    with Nodes(python, head_cpus=1) as nodes:
+        join(nodes)
+        act = StopThenGrowThenKill(nodes, job, folder / "project" / "seen")
+        witness = Witness(job.name, act_by(act.story()))
+        witness.look_s = 0.2  # all that it waits for lasts
+        witness.start()
+        try:
+            act.submitted = nodes.submit(folder / "project", line)
+            assert act.submitted.wait() == 0, act.submitted.text
+            assert "the run continues after this command has ended" in act.submitted.text
+            log = act.submitted.log
+            assert "SIGTERM: this command leaves, the run goes on" in log
+            assert "no sharding table: wraps layers.0 … layers.2" in log and "; data parallel only" in log
+            assert JobSubmissionClient(nodes.jobs).get_job_status(act.submitted.id) == "STOPPED"
+            until(lambda: act.done.is_set() or not witness.is_alive())
+        finally:
+            witness.done.set()
+            witness.join()
+            ray.shutdown()
+            ends = nodes.kill_everything()
+            witness.close()
+    assert len(ends) > 10 and {end.signal for end in ends} == {signal.SIGKILL}, "1: it happened, to everybody"
+    return act, witness
+
+
+@contextmanager
+def resumed(python: Path, job: Job, folder: Path, line: list[str], before: Witness) -> Iterator[Trial]:
+    """Submits the job on a new cluster of one node, follows it to its end, and gives all that is known of the run."""
+    witness = Witness(job.name)
+    with Nodes(python, head_cpus=1) as nodes:
+        join(nodes)
+        witness.start()
+        try:
+            again = nodes.submit(folder / "project", line)
+            assert again.wait() == 0, again.text
+            assert_all_given_back(nodes, job.name)
+        finally:
+            witness.close()
+        steps, worlds = ledger(Run.open(job).segments()), formed(Run.open(job).records())
+        assert worlds[-1].generation == witness.generation
+        witness.seen, witness.generation = before.seen | witness.seen, len(worlds)
+        result = Result("Finished" if max(steps) == STEPS else "cut off", "", max(steps), 0, job.bucket, job.name)
+        yield Trial(job, result, witness, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
+        ray.shutdown()
+
+
+def assert_brought_by_ray(folder: Path, homes: dict[str, str]) -> None:
+    """Checks that the run had the same code on each of three nodes, on each a copy that Ray made, and nothing of this machine besides."""
+    assert homes["w1"] != homes["w2"] == homes["w3"], "two nodes, and a replacement where there was room"
+    ran = [each for each in where(folder) if each["node"] != "local"]
+    assert {each["node"] for each in ran} > {*homes.values()} and len({each["node"] for each in ran}) == 3, "and that of the new cluster"
+    assert len({each["digest"] for each in where(folder)}) == 1, "the same code on every node, and in this process"
+    copies = {each["files"][0].split("/runtime_resources/")[0] for each in ran}
+    assert len(copies) == 3, copies
+    for each in ran:
+        assert all("/runtime_resources/" in file for file in each["files"])
+        assert not any(str(ROOT) in entry or str(folder) in entry for entry in each["path"]), "nothing of the machine it came from"
+
+
 @pytest.mark.must_run_in_ci
 def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
-    tmp_path: Path, nodes: Nodes, wheel: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, python: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R1, R4, R7, R21, U1, U3, U8, U10, H1: on two nodes, detached; its Ray job is stopped, and what Ray brought it is not taken away: a
-    killed worker is replaced, and a node that joins later trains with the same code.  Then every process of the cluster is SIGKILLed at
+    """R1, R4, R7, R21, U1, U3, U8, U10, H1: detached, it trains on; its Ray job is stopped, and what Ray brought it is not taken away: a
+    node that joins later trains with the same code, and a killed worker is replaced.  Then every process of the cluster is SIGKILLed at
     once, head and all; on a new one, of one node with room for one worker, the same line goes on from the newest good manifest.  The six
-    assertions.  It is the last test of this cluster."""
-    cursor = Cursor(960, 16, 0, "permutation")
-    gates = {str(cursor.microbatch_ids(step, 0, 2)[0]): name for step, name in ((GROWS, "grows"), (DIES, "hurry"))}
+    assertions."""
+    cursor, gates = Cursor(960, 16, 0, "permutation"), ((JOINS, "joins"), (WHOLE, "whole"), (DIES, "hurry"))
+    args = {"read_s": 0.05, "gates": {str(cursor.microbatch_ids(step, 0, 2)[0]): name for step, name in gates}}
     job = project(
         tmp_path,
         "mine",
         wheel,
-        data={"dataset": "mine.watched:Paced", "args": {"read_s": 0.2, "gates": gates}},
-        workers={"min": 1, "max": 3},
+        data={"dataset": "mine.watched:Paced", "args": args},
+        optim={"lr": 3e-2},
+        schedule={"warmup_steps": 2},
         on_driver_exit="detach",
         checkpoint={"save_every": SAVES},
-        deadlines={"grow_debounce_s": 30, "stall_s": 120},  # nobody moves at a gate
+        deadlines={"grow_debounce_s": 30, "stall_s": 300},  # nobody moves at a gate
     )
     expected = reference(job, tmp_path, "mine", monkeypatch)
-    line, seen = shlex.split(documented()[0]), tmp_path / "project" / "seen"
-    act = StopThenKillThenGrow(nodes, job, seen)
-    first, second = Witness("mine", act), Witness("mine")
-    first.start()
-    try:
-        act.submitted = nodes.submit(tmp_path / "project", line)
-        assert act.submitted.wait() == 0, act.submitted.text
-        assert "the run continues after this command has ended" in act.submitted.text
-        log = act.submitted.log
-        assert "SIGTERM: this command leaves, the run goes on" in log
-        assert "no sharding table: wraps layers.0 … layers.2" in log and "; data parallel only" in log
-        assert JobSubmissionClient(nodes.jobs).get_job_status(act.submitted.id) == "STOPPED"
-        until(lambda: act.done.is_set() or not first.is_alive())
-    finally:
-        first.done.set()
-        first.join()
-        ray.shutdown()
-        ends = nodes.kill_everything()
-        first.close()
-    # 1: it happened, inside the run, to everybody
-    assert len(ends) > 10 and {end.signal for end in ends} == {signal.SIGKILL}
+    line = shlex.split(documented()[0])
+    act, first = begun_and_killed(python, job, tmp_path, line)
     newest = Run.open(job).newest()
     assert newest is not None
-    assert 1 <= act.stopped_at <= act.killed_at <= act.added_at < GROWS < newest.step < DIES
-
-    (seen / "hurry").touch()
-    with Nodes(nodes.python, head_cpus=1, forked=False) as others:
-        ray.init(others.address, namespace=cluster.NAMESPACE, log_to_driver=False, logging_level="warning")
-        second.start()
-        try:
-            again = others.submit(tmp_path / "project", line)
-            assert again.wait() == 0, again.text
-            assert_all_given_back(others, "mine")
-        finally:
-            second.close()
-        steps, worlds = ledger(Run.open(job).segments()), formed(Run.open(job).records())
-        assert worlds[-1].generation == second.generation and worlds[-1].step == newest.step
-        second.seen, second.generation = first.seen | second.seen, len(worlds)
-        result = Result("Finished" if max(steps) == STEPS else "cut off", "", max(steps), 0, job.bucket, job.name)
-        chaos = Trial(job, result, second, [], steps, exported_hash(job), [steps[step].loss for step in sorted(steps)])
-        killed = [(1, worlds[0].members.index("w2")), *((4, rank) for rank in range(3))]
+    assert 1 <= act.stopped_at < JOINS < act.killed_at < WHOLE < newest.step < DIES, "inside the run"
+    (tmp_path / "project" / "seen" / "hurry").touch()
+    with resumed(python, job, tmp_path, line, first) as chaos:
+        worlds = formed(Run.open(job).records())
+        assert worlds[-1].step == newest.step
+        killed = [(2, worlds[1].members.index("w2")), (4, 0), (4, 1)]
         how = {"point": "forward", "kind": "SIGKILL"}  # from outside
         struck = [how | {"generation": world, "world_rank": rank} for world, rank in killed]
         tiers = ("init", "live", "live", "live", "bucket")
-        assert_survived(replace(chaos, job=job.replace(faults=struck)), expected, worlds=(2, 1, 2, 3, 1), tiers=tiers)
-        ray.shutdown()
+        assert_survived(replace(chaos, job=job.replace(faults=struck)), expected, worlds=(1, 2, 1, 2, 1), tiers=tiers)
 
     (log_of_killed,) = Path(job.bucket).glob("mine/logs/*/w2.log")
     assert "killed by signal 9 (SIGKILL)" in log_of_killed.read_text().splitlines()[0]
-
-    homes = [act.homes[worker] for worker in ("w1", "w2", "w3", "w4")]
-    assert homes[0] != homes[1] and homes[0] not in homes[2:], "two nodes"
-    assert homes[1] in homes[2:] and len(set(homes)) == 3, "a replacement where there was room, and a third node"
-    ran = [each for each in where(tmp_path) if each["node"] != "local"]
-    assert {each["node"] for each in ran} > {*homes} and len({each["node"] for each in ran}) == 4, "and the node of the new cluster"
-    assert len({each["digest"] for each in where(tmp_path)}) == 1, "the same code on every node, and in this process"
-    copies = {each["files"][0].split("/runtime_resources/")[0] for each in ran}
-    assert len(copies) == 4, copies
-    for each in ran:
-        assert all("/runtime_resources/" in file for file in each["files"])
-        assert not any(str(ROOT) in entry or str(tmp_path) in entry for entry in each["path"]), "nothing of the machine it came from"
+    assert_brought_by_ray(tmp_path, act.homes)
     # the user's own loss ran every microbatch of every step
     work, due = microbatches(tmp_path), microbatches(tmp_path, ours=True)
     assert set(work) == set(due) and len(set(due)) == job.steps * job.microbatches

@@ -1,7 +1,7 @@
 """Starts a cluster as its users do: ``ray start`` for every node, each with folders of its own, and a job server on the head.
 
-The nodes' Python has all that Elastic depends on, but not Elastic itself, which must come with what is submitted.  Where that is not the
-subject, the workers of all nodes are forks of one process that has imported the former, and nothing of ours.
+A node's Python may have all that Elastic depends on, but not Elastic itself, which must come with what is submitted.  Where that is not
+the subject, the workers of all nodes are forks.
 """
 
 from __future__ import annotations
@@ -114,15 +114,14 @@ class Started:
 class Nodes:
     """The cluster.  By default the head has no CPU to give, so workers run on the nodes that are added.  A context manager.
 
-    Its workers are forks only if ``forked``, and the head has a server that takes jobs only if ``jobs``.  ``head_ip`` is an address of this
-    machine, such as 127.0.0.2, from which a process does not connect by itself: so the head is not on the machine of the process, as far as
-    addresses tell.
+    Its workers are forks of ``forks`` if that is given, and the head has a server that takes jobs only if ``jobs``.  ``head_ip`` is an
+    address of this machine, such as 127.0.0.2, from which a process does not connect by itself: so the head is not on the machine of the
+    process, as far as addresses tell.
     """
 
-    def __init__(self, python: Path, head_cpus: int = 0, head_ip: str = "", *, forked: bool = True, jobs: bool = True) -> None:
+    def __init__(self, python: Path, head_cpus: int = 0, head_ip: str = "", *, forks: warm.Warm | None = None, jobs: bool = True) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short, as paths of Unix sockets must be
-        self.python, self.started = python, list[Started]()
-        self.forks = warm.Warm(self.folder, str(python), ours=False, **{MARK: str(self.folder)}) if forked else None
+        self.python, self.forks, self.started = python, forks, list[Started]()
         dashboard = ("--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}") if jobs else ("--include-dashboard=false",)
         place = (f"--node-ip-address={head_ip}",) if head_ip else ()
         head = self._start("--head", "--port=0", *place, *dashboard, f"--num-cpus={head_cpus}")
@@ -146,7 +145,7 @@ class Nodes:
 
     def kill_everything(self) -> list[Ended]:
         """Kills every process of every node by SIGKILL, frozen first so that none sees another die.  Returns how each ended."""
-        watched = [each for process in self._processes() for each in frozen(process.pid)]
+        watched = [each for node in self.started for each in frozen(node.process.pid)]
         kill_all(watched)
         ends = wait_gone(watched, PATIENCE_S)
         assert not (left := processes(f"{MARK}={self.folder}")), left
@@ -156,26 +155,24 @@ class Nodes:
         """Returns the processes of runs that live on these nodes."""
         return [process for process in processes(f"{MARK}={self.folder}") if ACTORS.search(process.command)]
 
-    def _processes(self) -> list[subprocess.Popen[bytes]]:
-        """Returns the processes that this one has started."""
-        return [*([self.forks.process] if self.forks is not None else []), *(node.process for node in self.started)]
-
     def __enter__(self) -> Nodes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the cluster by force: nothing of it is kept, and in good order it takes seconds to end."""
+        """Ends the cluster by force: nothing of it is kept, and in good order it takes seconds to end.
+
+        A process with a title has no mark any more: an agent whose node was killed before it goes on, and computes, for a minute.
+        """
+        kill_all([each for node in self.started for each in frozen(node.process.pid)])
         while left := processes(f"{MARK}={self.folder}"):
             for each in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each.pid, signal.SIGKILL)
-            for process in self._processes():
-                process.poll()
+            for node in self.started:
+                node.process.poll()
             time.sleep(0.05)
-        for process in self._processes():
-            process.wait(PATIENCE_S)  # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
-        if self.forks is not None:
-            self.forks.__exit__()
+        for node in self.started:
+            node.process.wait(PATIENCE_S)  # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -203,12 +200,13 @@ class Submitted:
 
     def stop(self) -> None:
         """Stops the job by ``ray job stop`` (SIGTERM to the driver, SIGKILL 3 s later).  Returns when Ray calls the job stopped."""
-        JobSubmissionClient(self.jobs).stop_job(self.id)
-        self.until(lambda: JobSubmissionClient(self.jobs).get_job_status(self.id).is_terminal(), ended=True)
+        jobs = JobSubmissionClient(self.jobs)
+        jobs.stop_job(self.id)
+        self.until(lambda: jobs.get_job_status(self.id).is_terminal(), ended=True)
 
     @property
     def log(self) -> str:
-        """What the job has printed, as Ray keeps it."""
+        """The text that the job has printed, as Ray keeps it."""
         return JobSubmissionClient(self.jobs).get_job_logs(self.id)
 
     def ray(self, *arguments: str) -> str:

@@ -40,16 +40,15 @@ LIMIT = 1 << 20
 class Warm:
     """The process from which others are forked.  A context manager; the forks that still run at its end are killed."""
 
-    def __init__(self, folder: str | os.PathLike[str], python: str = sys.executable, *, ours: bool = True, **environment: str) -> None:
-        """Begins the process with this ``environment`` beside ours; it imports modules of this checkout only if ``ours``."""
+    def __init__(self, folder: str | os.PathLike[str], *more: str, **environment: str) -> None:
+        """Begins the process with this ``environment`` beside ours; it imports ``more`` modules, too."""
         import subprocess
 
         self.program, self.path = __file__, os.path.join(folder, "socket")
         root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-        modules = MODULES if ours else OTHERS
-        command = [python, __file__, "serve", self.path, *modules]  # a long line: titles of the forks must have room in it
+        command = [sys.executable, __file__, "serve", self.path, *MODULES, *more]  # a long line: titles of the forks must have room in it
         has = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "PYTHONPATH"}
-        has |= environment | ({"PYTHONPATH": root} if ours else {})
+        has |= {"PYTHONPATH": root} | environment
         self.process = subprocess.Popen(command, env=has, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n"

@@ -470,10 +470,8 @@ def test_no_free_cpu(tmp_path: Path, capsys: Shown, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cluster, "ROOM_S", 0.5)
     assert main(["train", written(tmp_path)]) == 2
     assert not (tmp_path / "bucket").exists(), "no run was begun"
-    said = sentence(capsys)
-    assert re.search(
-        r"workers.min = 1, but the cluster has room for 0 \(each needs 1 CPU; node \w{8} \(\S+, \S+\): 0 of \d+ CPUs free\): ", said
-    )
+    room = r"workers.min = 1, but the cluster has room for 0 \(each needs 1 CPU; node \w{8} \(\S+, \S+\): 0 of \d+ CPUs free\): "
+    assert re.search(room, sentence(capsys))
     assert_no_actor_left("toy")
 
 

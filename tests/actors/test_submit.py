@@ -89,7 +89,7 @@ def documented() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the wheel as ``pip wheel . --no-deps`` does, by setuptools, in a copy of the repository, since a build leaves files there."""
+    """Builds our wheel as ``pip wheel . --no-deps`` does, in a copy of the repository, since a build leaves files where it runs."""
     copy = tmp_path_factory.mktemp("checkout") / "elastic"
     left_out = shutil.ignore_patterns(".git", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "quickstart-out")
     shutil.copytree(ROOT, copy, ignore=left_out)

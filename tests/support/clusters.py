@@ -206,7 +206,7 @@ class Submitted:
 
     @property
     def log(self) -> str:
-        """Returns the lines that the job has printed, as Ray keeps them."""
+        """The text that the job has printed, as Ray keeps it."""
         return JobSubmissionClient(self.jobs).get_job_logs(self.id)
 
     def ray(self, *arguments: str) -> str:

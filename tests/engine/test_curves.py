@@ -1,4 +1,4 @@
-"""What is computed or kept in fewer bits learns as what is in more: the losses of a toy on a CPU, step by step."""
+"""The losses of a toy on a CPU, step by step: a model learns in fewer bits as it does in more."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from storage.objects import ObjectStore
 
 
 class Writes:
-    """What is written, and by whom: all that differs where an object goes up in parts."""
+    """Tests of writing, which is all that differs where an object goes up in parts."""
 
     races = 20
     """Number of times that many threads create one object; a store that is a network away uses fewer."""

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from tempfile import TemporaryFile
 
 import torch
@@ -159,7 +159,7 @@ def kind_of(device: torch.device, attention: str = "auto") -> str:
     flash = ""
     if attention == "flash-4":
         with suppress(PackageNotFoundError):  # what follows says that it is missing
-            flash = f", flash-attn-4 {version('flash-attn-4')}"
+            flash = f", flash-attn-4 {version_of('flash-attn-4')}"
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads{flash}"
 
 

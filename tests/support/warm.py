@@ -25,14 +25,12 @@ if TYPE_CHECKING:  # whoever asks for a process must start fast
 
 SOCKET = "PROCESSES_OF_TESTS"
 """The environment variable with the path of the socket on which forks are asked for."""
-OTHERS = (
+MODULES = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._inductor.config", "torch._dynamo", "numpy"),
     *("pyarrow.parquet", "pydantic.main", "blake3", "google.protobuf", "jsonschema", "msgpack", "psutil", "requests", "yaml"),
+    *("elastic.runs.run", "elastic.state.heal", "elastic.train.loop", "elastic.train.session", "tests.support.toys", "s3fs"),
 )
-"""The modules of others that workers import, without those of Ray, which reads the environment of its process while it is imported."""
-OURS = ("elastic.runs.run", "elastic.state.heal", "elastic.train.loop", "elastic.train.session", "tests.support.toys", "s3fs")
-"""The modules of this checkout that workers import, and one that stores use."""
-MODULES = (*OTHERS, *OURS)
+"""The modules that workers import, without those of Ray, which reads the environment of its process while it is imported."""
 WORKER = "default_worker.py"
 """Ray's program of a worker, which ``setup_worker.py`` starts."""
 CONTEXT = "--serialized-runtime-env-context"

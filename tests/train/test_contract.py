@@ -24,7 +24,7 @@ from elastic.train.local import run_local
 from tests.support.chaos import exported_hash
 from tests.support.ranks import Ranks
 from tests.support.segments import member, train
-from tests.support.toys import SMALL, Sums, own, toy_job
+from tests.support.toys import SMALL, Sums, own, small_job, toy_job
 
 HERE = "tests.train.test_contract"
 Batch = dict[str, Tensor]
@@ -169,10 +169,10 @@ def test_a_model_with_statistics_of_microbatches_is_not_refused(tmp_path: Path) 
 
 def test_no_bit_changes(ranks: Ranks, tmp_path: Path) -> None:
     """A process that tries nothing computes the same bits, with dropout.  The control: another seed has others."""
-    job, other = (toy_job(tmp_path, name=f"seed-{seed}", steps=2, seed=seed, **SMALL) for seed in (0, 1))
+    job, other = (small_job(tmp_path, name=f"seed-{seed}", steps=2, seed=seed) for seed in (0, 1))
     lines(job)
     lines(other)
-    assert exported_hash(job) == train(ranks, toy_job(tmp_path / "ranks", **SMALL), Layout(1, 1), 2).hash != exported_hash(other)
+    assert exported_hash(job) == train(ranks, small_job(tmp_path / "ranks"), Layout(1, 1), 2).hash != exported_hash(other)
 
 
 NO_COUNT = [("weighted", r"\d+\.\d+"), ("hundredth", r"0\.\d+"), ("negative", r"-\d+"), ("not_a_number", "nan")]
@@ -212,7 +212,7 @@ def test_a_loss_with_weights_has_the_mean_over_its_terms(tmp_path: Path) -> None
 @pytest.mark.fast
 def test_l9_a_count_that_is_no_number_of_terms_in_a_later_step_ends_the_run(tmp_path: Path) -> None:
     """L9: it was cut.  The step before is shown, so that this one is not refused by the first look."""
-    shown, job = list[Any](), toy_job(tmp_path, loop=f"{HERE}:later", steps=3, **SMALL)
+    shown, job = list[Any](), small_job(tmp_path, loop=f"{HERE}:later", steps=3)
     said = rf"^loop = '{HERE}:later': step 2, microbatch 0, samples \[\d+, \d+\] returned the count \d+\.5, and {TERMS}$"
     with pytest.raises(LossError, match=said):
         run_local(job, shown.append)

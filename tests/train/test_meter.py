@@ -19,7 +19,7 @@ from elastic.train.meter import Meter
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
 from tests.support.segments import member
-from tests.support.toys import SMALL, toy_job
+from tests.support.toys import small_job, toy_job
 
 READ_S = 2**-4
 """Seconds of a slow read, whose sums are exact."""
@@ -70,7 +70,7 @@ def steps_with_slow_data(world: World, job: Job, slow: int) -> tuple[list[Outcom
 
 def test_the_member_that_waits_longest_for_data_is_known_to_all(ranks: Ranks, tmp_path: Path) -> None:
     """Each of two members reads two microbatches a step, and all times are by its own clock."""
-    job = toy_job(tmp_path, **SMALL)
+    job = small_job(tmp_path)
     for slow, members in enumerate(ranks.run_each(Layout(2, 1), steps_with_slow_data, [(job, 0), (job, 1)])):
         (outcomes, took_s), (others, took_there_s) = members
         assert outcomes == others
@@ -138,7 +138,7 @@ def steps_by_a_clock_of_their_own(world: World, job: Job, prefetch: int) -> list
 
 def test_b16_the_log_says_that_a_run_hardly_waits_for_data_that_is_read_while_it_computes(ranks: Ranks, tmp_path: Path) -> None:
     """B16: less than 5 % of the time with prefetch, in the log's own sentence.  The control, without prefetch, waits half of the time."""
-    job, ahead = toy_job(tmp_path, **SMALL), (1, 3, 0)
+    job, ahead = small_job(tmp_path), (1, 3, 0)
     found = ranks.run_each(Layout(2, 1), steps_by_a_clock_of_their_own, [(job, prefetch) for prefetch in ahead])
     for prefetch, (outcomes, _) in zip(ahead, found, strict=True):
         speed = Speed()

@@ -15,7 +15,7 @@ from actors.cli import main
 from elastic.engine.loss import next_token
 from tests.support.commands import ROOT
 from tests.support.job_file import to_toml
-from tests.support.toys import SMALL, Own, Sums, toy_job
+from tests.support.toys import Own, Sums, small_job, toy_job
 
 HERE = "tests.train.test_mistakes"
 FRAME = r"\(in \S+/test_mistakes\.py, line \d+\)"
@@ -260,7 +260,7 @@ def test_l9_another_name_is_taken_while_nothing_is_saved(
     """L9: a mistake burns no name.  The control: once there is a checkpoint, other settings need a word."""
     monkeypatch.chdir(ROOT)
     losses = ("mean", "mean_and_count", "mean_and_one")
-    wrong, right, another = (to_toml(toy_job(tmp_path / "bucket", steps=2, loss=f"{HERE}:{loss}", **SMALL)) for loss in losses)
+    wrong, right, another = (to_toml(small_job(tmp_path / "bucket", steps=2, loss=f"{HERE}:{loss}")) for loss in losses)
     for text, code, said in (
         (wrong, 1, "it must return (sum, count)"),
         (right, 0, "branch 2 of toy goes on from step 0"),

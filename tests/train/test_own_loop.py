@@ -34,7 +34,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
 from tests.support.segments import Member, Part, Trained, finish, here, member, shard_hash, train_here
 from tests.support.stores import Forwarding
-from tests.support.toys import SMALL, toy_job
+from tests.support.toys import SMALL, small_job, toy_job
 
 HERE = "tests.support.own_loops"
 STEPS = 4
@@ -110,7 +110,7 @@ def test_u4_numbers_and_side_effects_in_this_process_over_a_stop(tmp_path: Path)
     """U4: the same bits with ``--local``; each step is told once, although the stop comes before step 2 is told; the metrics have the
     numbers.
     """
-    ours, job = toy_job(tmp_path / "ours", steps=STEPS, **SMALL), toy_job(tmp_path / "own", steps=STEPS, loop=f"{HERE}:told", **SMALL)
+    ours, job = small_job(tmp_path / "ours", steps=STEPS), small_job(tmp_path / "own", steps=STEPS, loop=f"{HERE}:told")
     run_local(ours, lambda _: None)
     (tmp_path / "own").mkdir()
     stopped(job, 2)
@@ -143,7 +143,7 @@ WRONG = [
 def test_wrong_use_gets_a_sentence(tmp_path: Path, name: str, said: str) -> None:
     """U4."""
     with pytest.raises(LoopError, match=rf"^loop = '{HERE}:{name}': {said}"):
-        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}", **SMALL), lambda _: None)
+        run_local(small_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}"), lambda _: None)
 
 
 @pytest.mark.fast
@@ -158,7 +158,7 @@ def test_wrong_use_gets_a_sentence(tmp_path: Path, name: str, said: str) -> None
 )
 def test_wrong_values_get_a_sentence(tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(JobError, match=f"^{re.escape(said)}"):
-        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}", **SMALL), lambda _: None)
+        run_local(small_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}"), lambda _: None)
     assert not [*tmp_path.glob("toy/checkpoints/*")], "no step was committed"
 
 
@@ -167,7 +167,7 @@ def test_wrong_values_get_a_sentence(tmp_path: Path, name: str, said: str) -> No
 def test_an_exception_of_the_users_comes_with_its_frame_even_if_the_loop_hides_it(tmp_path: Path, name: str, function: str) -> None:
     """U4."""
     with pytest.raises(RuntimeError, match="the user's own words") as caught:
-        run_local(toy_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}", **SMALL), lambda _: None)
+        run_local(small_job(tmp_path, steps=STEPS, loop=f"{HERE}:{name}"), lambda _: None)
     assert caught.traceback[-1].name == function
 
 

@@ -24,7 +24,7 @@ from elastic.train.step import Step
 from storage.objects import ObjectStore
 from tests.support.ranks import Ranks
 from tests.support.segments import Member, finish, here, member
-from tests.support.toys import SMALL, Sums, toy_job
+from tests.support.toys import SMALL, Sums, small_job, toy_job
 
 STEPS, HELD = 3, (1, 2)
 Read = list[float]
@@ -90,7 +90,7 @@ def in_plain_torch(me: Member, job: Job) -> nn.Module:
 @pytest.fixture(scope="module", params=[pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Read, list[float]]:
     """The precision, the answers of plain torch with the weights of each step, which have the same bits in every layout, and the losses."""
-    job = toy_job(tmp_path_factory.mktemp("judged"), precision=request.param, steps=STEPS, **SMALL)
+    job = small_job(tmp_path_factory.mktemp("judged"), precision=request.param, steps=STEPS)
     _, plain, outcomes, _ = here(reading, job, Version(0, 0), STEPS, False)
     assert all(abs(after / before - 1) > 1e-2 for before, after in pairwise(plain)), "the control: steps differ"
     return request.param, plain, [each.loss for each in outcomes]
@@ -117,7 +117,7 @@ def test_u4_the_model_between_steps_has_the_weights_of_the_run(
     change no bit of the training.
     """
     precision, expected, losses = judged
-    job = toy_job(tmp_path, precision=precision, steps=STEPS, **SMALL, **changes)
+    job = small_job(tmp_path, precision=precision, steps=STEPS, **changes)
     first = ranks.run(layout, reading, job, Version(0, 0), STEPS - 1)
     end = Version(STEPS - 1, first[0][2][-1].generation)
     finish(job, layout, [receipt for *_, receipt in first], end)

@@ -20,7 +20,7 @@ from storage.objects import ObjectStore
 from tests.support.ranks import Ranks
 from tests.support.segments import member
 from tests.support.state_hash import state_hash
-from tests.support.toys import SMALL, toy_job
+from tests.support.toys import small_job
 
 
 def trained(job: Job) -> tuple[str, list[str]]:
@@ -39,7 +39,7 @@ def events(file: Path) -> list[Any]:
 
 
 def small(bucket: Path, **settings: Any) -> Job:
-    return toy_job(bucket, steps=4, **SMALL, **settings)
+    return small_job(bucket, steps=4, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def profiled(world: Any, job: Job) -> list[str]:
 
 
 def test_world_rank_0_alone_profiles_and_a_world_that_breaks_leaves_the_steps_that_it_made(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.run(Layout(2, 1), profiled, toy_job(tmp_path, profile="2-9", **SMALL))
+    first, second = ranks.run(Layout(2, 1), profiled, small_job(tmp_path, profile="2-9"))
     assert first == [f"a profile is at {tmp_path}/toy/profiles/steps-2-2-g{ranks.generation}.*"] and second == []
     assert [file.name for file in Path(tmp_path, "toy", "profiles").iterdir()] == [f"steps-2-2-g{ranks.generation}.trace.json.gz"]
 

@@ -16,7 +16,7 @@ from elastic.state.shard import Key
 from elastic.train.replicas import compare
 from tests.support.ranks import Ranks
 from tests.support.segments import member, shard_hash
-from tests.support.toys import SMALL, toy_job
+from tests.support.toys import small_job, toy_job
 
 NORM, MOMENT = ("parameter", "norm.weight"), ("moment.exp_avg_sq", "layers.1.attention.wq.weight")
 
@@ -44,7 +44,7 @@ def compared(world: World, job: Job, culprits: tuple[int, ...], key: Key) -> tup
 
 def test_e6_one_ulp_in_one_of_three_replicas_is_found_where_it_is(ranks: Ranks, tmp_path: Path) -> None:
     """E6: the judge is the sha256 of each member's state.  The control: nothing is found before, nor by members that agree."""
-    job, keys = toy_job(tmp_path, **SMALL), (NORM, MOMENT)
+    job, keys = small_job(tmp_path), (NORM, MOMENT)
     for (kind, name), told in zip(keys, ranks.run_each(Layout(3, 1), compared, [(job, (1,), key) for key in keys]), strict=True):
         assert len({before for before, _, _ in told}) == 1
         assert [after == before for before, after, _ in told] == [True, False, True]
@@ -56,7 +56,7 @@ def test_e6_one_ulp_in_one_of_three_replicas_is_found_where_it_is(ranks: Ranks, 
 
 def test_e6_of_two_replicas_none_is_known_to_be_right(ranks: Ranks, tmp_path: Path) -> None:
     """E6: both stop, in the shard that differs, and the others do not."""
-    told = ranks.run(Layout(2, 2), compared, toy_job(tmp_path, **SMALL), (3,), NORM)
+    told = ranks.run(Layout(2, 2), compared, small_job(tmp_path), (3,), NORM)
     assert [after == before for before, after, _ in told] == [True, True, True, False]
     alike, first, *others = [found for *_, found in told]
     assert first.startswith(
@@ -82,7 +82,7 @@ def stepped(world: World, job: Job) -> tuple[list[int], str]:
 
 def test_e6_a_step_that_would_be_saved_compares_first(ranks: Ranks, tmp_path: Path) -> None:
     """E6: step 3 is to be saved.  The controls: with one replica nothing is compared, and without the setting nothing is found."""
-    job = toy_job(tmp_path, checkpoint={"save_every": 3, "compare": True}, **SMALL)
+    job = small_job(tmp_path, checkpoint={"save_every": 3, "compare": True})
     assert ranks.run(Layout(1, 2), stepped, job) == [([1, 2, 3], "")] * 2
     silent = job.replace(checkpoint={"save_every": 3})
     found = [[([1, 2], "ReplicasDiffer")] * 2, [([1, 2, 3], "")] * 2]

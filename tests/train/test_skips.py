@@ -22,7 +22,7 @@ from elastic.train.step import microbatch_seed
 from tests.support.chaos import exported_hash
 from tests.support.ranks import Ranks
 from tests.support.segments import train_each
-from tests.support.toys import SMALL, toy_job
+from tests.support.toys import SMALL, small_job, toy_job
 
 HERE = "tests.train.test_skips"
 BAD, MICROBATCH = 2, 1
@@ -64,8 +64,8 @@ def test_g3_l3_no_parameter_is_changed(ranks: Ranks, tmp_path: Path, layout: Lay
     the checkpoint holds numbers only.  The control: a finite loss changes them in that step too.
     """
     bad = {"one": [MICROBATCH], "every": [*range(4)], "gradient": []}
-    jobs = [toy_job(tmp_path / kind, loss=f"{HERE}:{kind}", **SMALL) for kind in bad]
-    *found, fine = train_each(ranks, [*jobs, toy_job(tmp_path / "fine", **SMALL)], layout, 3)
+    jobs = [small_job(tmp_path / kind, loss=f"{HERE}:{kind}") for kind in bad]
+    *found, fine = train_each(ranks, [*jobs, small_job(tmp_path / "fine")], layout, 3)
     for job, told, microbatches in zip(jobs, found, bad.values(), strict=True):
         for part in told.parts:
             first, second, third = part.hashes
@@ -99,17 +99,17 @@ def local(job: Job) -> tuple[list[str], str]:
 
 def test_l3_a_run_without_ray_says_it_too(tmp_path: Path) -> None:
     """L3: the samples are those of the cursor.  The control, a finite run, says nothing."""
-    said, error = local(toy_job(tmp_path, name="one", loss=f"{HERE}:one", steps=3, **SMALL))
+    said, error = local(small_job(tmp_path, name="one", loss=f"{HERE}:one", steps=3))
     (skipped,) = [text for text in said if "is skipped" in text]
     cause, _, advice = skipped.partition("; ")
     found = re.fullmatch(r"step 2 is skipped and changes no weights: the loss of microbatch 1 is nan \(samples (\d+), (\d+)\)", cause)
     assert advice == "look at these samples, and in the forward pass for a division, a logarithm or an overflow"
     assert [text for text in said if "not finite" in text or "overflow" in text] == [skipped], "one sentence for one fact"
-    job = toy_job(tmp_path, **SMALL)
+    job = small_job(tmp_path)
     expected = Cursor(64, job.global_batch, job.seed, job.data.sampling).microbatch_ids(2, MICROBATCH, job.microbatch_size)
     assert found is not None and [int(each) for each in found.groups()] == [*expected]
     assert said[-1] == "all 3 steps are done; 1 step was skipped, because no finite gradient came: 2" and not error, "also with --quiet"
-    assert not [text for text in local(toy_job(tmp_path, name="fine", steps=3, **SMALL))[0] if "skipped" in text]
+    assert not [text for text in local(small_job(tmp_path, name="fine", steps=3))[0] if "skipped" in text]
 
 
 def test_l3_too_many_in_a_row_end_it_with_the_last_good_state(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_l3_too_many_in_a_row_end_it_with_the_last_good_state(tmp_path: Path) ->
 
 def test_l3_fp16_that_looks_for_its_scale_says_nothing(tmp_path: Path) -> None:
     """L3: a scale that is too large overflows in the first steps; these do not count, however few are allowed."""
-    job = toy_job(tmp_path, steps=4, precision="fp16", loss=f"{HERE}:steep", **SMALL, watch={"max_skipped": 1})
+    job = small_job(tmp_path, steps=4, precision="fp16", loss=f"{HERE}:steep", watch={"max_skipped": 1})
     said, error = local(job)
     assert not error and not [text for text in said if "skipped" in text]
     job = toy_job(

@@ -52,7 +52,7 @@ from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks
 from tests.support.segments import finish, member, shard_hash, train_here
 from tests.support.toy_axes import registered
-from tests.support.toys import SMALL, toy_job
+from tests.support.toys import small_job
 
 # ---- all or none
 
@@ -80,7 +80,7 @@ def test_a_member_that_fails_before_the_commit_leaves_all_untouched(ranks: Ranks
         for number, point in enumerate(POINTS)
         if point != "boundary"
     ]
-    job, held, lineage = toy_job(tmp_path, faults=faults, **SMALL), tuple[Holding, ...](), list[tuple[int, int]]()
+    job, held, lineage = small_job(tmp_path, faults=faults), tuple[Holding, ...](), list[tuple[int, int]]()
     for number, (point, layout) in enumerate(zip(POINTS, layouts, strict=True)):
         members: list[Broken] = ranks.run(layout, broken, job, 1, refuse if point == "boundary" else None, held)
         assert members[1].error == ("ZeroDivisionError" if point == "boundary" else "InjectedError"), "the fault happened"
@@ -95,7 +95,7 @@ def test_a_member_that_fails_before_the_commit_leaves_all_untouched(ranks: Ranks
     healed: list[Healed] = ranks.run(Layout(3, 1), go_on, job, held, steps)
     assert not any(each.wrong for each in healed)
     found = finish(job, Layout(3, 1), [each.receipt for each in healed if each.receipt], healed[0].version, tuple(lineage))
-    assert found == train_here(toy_job(tmp_path / "alone", **SMALL), steps).hash
+    assert found == train_here(small_job(tmp_path / "alone"), steps).hash
 
 
 # ---- settled
@@ -160,7 +160,7 @@ def fenced_in_the_commit(world: World, job: Job, slow: int) -> Settled:
 )
 def test_a_settled_outcome_is_applied_as_the_others_applied_it(ranks: Ranks, tmp_path: Path, layout: Layout, kind: str) -> None:
     """Promise 2: a member that is fenced before its update applies nothing; the settled outcome then gives it the undisturbed bits."""
-    job = toy_job(tmp_path, optim={"lr": 1e-2, "kind": kind}, **SMALL)
+    job = small_job(tmp_path, optim={"lr": 1e-2, "kind": kind})
     members: list[Settled] = ranks.run(layout, fenced_in_the_commit, job, 1)
     assert [each.barred for each in members] == [False, True, False]
     assert [each.untouched for each in members] == [False, True, False]

@@ -19,6 +19,7 @@ from elastic.protocol.commit_record import Outcome, Validated
 from elastic.protocol.events import Evaluated, StepDone, Work
 from elastic.protocol.lineage import Lineage, contains
 from elastic.report.best import number_of
+from elastic.report.recoveries import Why
 from elastic.report.speed import Speed
 
 Row = dict[str, Any]
@@ -99,7 +100,7 @@ class Rows:
         """The name of the held-out samples of the coordinator whose records are read."""
         self._worlds: dict[int, int] = {}
         """The number of members, by generation."""
-        self._reason = ""
+        self._why = Why()
         """Why the newest world was stopped, until the next one has committed a step."""
         self._events: dict[int, str] = {}
         """The reason for a new world, by its generation, until it has committed a step."""
@@ -154,10 +155,9 @@ class Rows:
 
     def _note_event(self, record: Mapping[str, Any]) -> None:
         actions = {each["$"]: each for each in record["actions"]}
-        if actions.keys() & {"Fence", "Pause"}:
-            self._reason = self._reason or record["reason"]
+        self._why.hear(record, ends=bool(actions.keys() & {"Fence", "Pause"}))
         if "Form" in actions and (generation := actions["Form"]["plan"]["generation"]) > 1:
-            self._events[generation] = self._reason or record["reason"]
+            self._events[generation] = self._why.text or record["reason"]
 
     def _note_commits(self, record: Mapping[str, Any]) -> None:
         done = {each["worker"]: each for each in codec.parts_of(record["event"]) if each["$"] == StepDone.__name__}
@@ -170,7 +170,7 @@ class Rows:
                 event = {"event": self._events.pop(outcome.generation)} if outcome.generation in self._events else {}
                 row = row_of(record["at"], outcome, self._lr(version, outcome.lr), work, world, leaves_out=self._leaves_out(version))
                 self._rows[version] = row | event | dict(own.get(version, ()))
-                self._reason = ""
+                self._why = Why()
             if outcome.validated is not None:
                 self._validated[outcome.step - 1, version] = outcome.validated, self._held_out
         if record["event"]["$"] == Evaluated.__name__ and record["reason"] and not record["reason"].startswith("refused"):

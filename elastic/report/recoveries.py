@@ -20,6 +20,24 @@ from typing import Any
 from elastic.control import codec
 
 
+@dataclass
+class Why:
+    """Why a world ended: what was said first, or the death that was told of later, if who spoke first only waited for a dead member."""
+
+    text: str = ""
+    waits: bool = False
+    """The word of a member that waits is no cause."""
+
+    def hear(self, record: Mapping[str, Any], *, ends: bool) -> None:
+        """Hears the next record.  With ``ends`` it ends a world."""
+        told = codec.parts_of(record["event"])
+        if ends and not self.text:
+            self.text, self.waits = record["reason"], any(each.get("cause") == "peer" for each in told)
+        elif self.waits and record["reason"] and any(each["$"] in ("Lost", "KeeperLost") for each in told):
+            self.text, self.waits = record["reason"], False
+        self.waits = self.waits and not any(each["$"] == "Form" for each in record["actions"])
+
+
 @dataclass(frozen=True)
 class Recovery:
     """One change of worlds.  All durations are in seconds; ``known_at`` and ``committed_at`` are wall-clock times."""
@@ -43,9 +61,9 @@ def recoveries(records: Iterable[Mapping[str, Any]]) -> list[Recovery]:
     marks: dict[str, Any] = {}
     living: set[str] = set()
     for record in records:
-        lost = record["event"]["worker"] if record["event"]["$"] == "Lost" else ""
-        _mark(marks, record, all_lost=living == {lost})
-        living.discard(lost)
+        lost = {each["worker"] for each in codec.parts_of(record["event"]) if each["$"] == "Lost"}
+        _mark(marks, record, all_lost=bool(living) and living <= lost)
+        living -= lost
         living = next((set(each["plan"]["members"]) for each in record["actions"] if each["$"] == "Form"), living)
         if "committed" in marks:
             if "known" in marks and "formed" in marks:
@@ -67,12 +85,13 @@ def _mark(marks: dict[str, Any], record: Mapping[str, Any], *, all_lost: bool) -
         names = {name: action for name, action in names.items() if name == "Fence"}
     if ("Fence" in names or all_lost) and "go" in marks:  # the new world broke before its first commit: another recovery begins
         marks.clear()
-    if ({"Fence", "Pause"} & names.keys() or all_lost) and "known" not in marks:
-        marks.update(known=at, reason=record["reason"], planned="Pause" in names)
+    ends = bool({"Fence", "Pause"} & names.keys()) or all_lost
+    marks.setdefault("why", Why()).hear(record, ends=ends or "Form" in names)
+    if ends and "known" not in marks:
+        marks.update(known=at, planned="Pause" in names)
     if "Form" in names:
         marks.update(formed=at, generation=names["Form"]["plan"]["generation"], here=at, form=0.0, heal=0.0)
         marks.setdefault("known", at)
-        marks.setdefault("reason", record["reason"])
         marks.setdefault("planned", True)
     if "Here" in kinds:
         marks["here"] = at
@@ -94,7 +113,7 @@ def _recovery(marks: Mapping[str, Any]) -> Recovery:
     ready_s = marks["go"] - marks["here"]
     return Recovery(
         generation=marks["generation"],
-        reason=marks["reason"],
+        reason=marks["why"].text,
         planned=marks["planned"],
         known_at=marks["known"],
         decide_s=marks["formed"] - marks["known"],

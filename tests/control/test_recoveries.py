@@ -57,3 +57,23 @@ def test_a_world_that_broke_before_its_first_commit_is_part_of_the_next_recovery
         record(14.0, "StepDone"),
     ]
     assert [each.known_at for each in recoveries(begun + again)] == [12.0]
+
+
+@pytest.mark.parametrize(
+    ("cause", "lost", "why"),
+    [
+        ("peer", ["w1"], "w1 is lost"),
+        ("peer", ["w1", "w2"], "w1 is lost"),
+        ("peer", [], "w2 waits"),
+        ("job", ["w1"], "w2 waits"),
+    ],
+    ids=["a death that shows later", "two", "no death", "an error of its own"],
+)
+def test_why_a_world_ended_is_the_death_and_not_that_another_member_waited_for_the_dead_one(cause: str, lost: list[str], why: str) -> None:
+    """Over the wire it is chance whether a death is heard of first, or a member whose peer is gone."""
+    deaths = [record(10.1, "Lost", worker=worker) | {"reason": f"{worker} is lost"} for worker in lost]
+    end = record(10.0, "Broken", "Fence", worker="w2", cause=cause) | {"reason": "w2 waits"}
+    of_the_next_world = record(12.0, "Lost", worker="w8") | {"reason": "w8 is lost"}
+    again = [record(11.0, "Beat", "Form"), of_the_next_world, record(13.0, "Ready", "Go", form_s=0.1, heal_s=0.1), record(14.0, "StepDone")]
+    _, found = recoveries([*BEGUN, end, *deaths, *again])
+    assert (found.reason, found.known_at) == (why, 10.0)

@@ -26,7 +26,7 @@ class Why:
 
     text: str = ""
     waits: bool = False
-    """The word of a member that waits is no cause."""
+    """True while ``text`` is the word of a member that waits, which is no cause."""
 
     def hear(self, record: Mapping[str, Any], *, ends: bool) -> None:
         """Hears the next record.  With ``ends`` it ends a world."""

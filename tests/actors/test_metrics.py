@@ -108,7 +108,9 @@ def check_report(job: Path, to: Path, rows: list[dict[str, Any]], shown: list[An
     page = read_page(to.read_text(encoding="utf-8"))
     assert [point[3] for point in page.points("loss", 0)] == pytest.approx([row["loss"] for row in rows], rel=1e-5)
     incidents = [row for row in page.tables["incidents"][1:] if row[1] == "incident"]
-    assert page.tiles["Incidents"] == str(len(incidents)) and any("is lost" in row[2] for row in incidents)
+    assert page.tiles["Incidents"] == str(len(incidents)) and any("lost" in row[2] for row in incidents), (
+        "seen dead, or not found by the next"
+    )
     again = sum(int(row[5]) for row in page.tables["incidents"][1:])
     assert again > 0, "only the victim had its shard"
     lanes = {lane["name"]: sum(mark[1] for mark in lane["marks"]) for lane in page.data["loss"]["lanes"]}

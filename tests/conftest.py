@@ -57,7 +57,7 @@ def unit(nodeid: str) -> str:
 
 
 def longest_first(nodeids: Iterable[str], known: Mapping[str, float]) -> dict[str, float]:
-    """Returns the order of units: those that took longest come first, so that two processes end together.  A new file comes last."""
+    """Returns the order of units: those that took longest come first, so that all processes end together.  A new file comes last."""
     seconds = dict.fromkeys(map(unit, nodeids), 0.0)
     for file, duration in known.items():
         if unit(file) in seconds:
@@ -67,11 +67,11 @@ def longest_first(nodeids: Iterable[str], known: Mapping[str, float]) -> dict[st
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Lets two processes share a whole run, by :func:`unit`.
+    """Lets three processes share a whole run, by :func:`unit`: tests that wait leave a core idle, and runs have two.
 
     A run of chosen files, and the long tests, stay in this process.
     """
-    return 2 if _whole(config) else 0
+    return 3 if _whole(config) else 0
 
 
 def _whole(config: pytest.Config) -> bool:

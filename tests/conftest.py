@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,13 @@ def _compile() -> None:
     here = Path(__file__).parent
     for folder in (here.parent / "elastic", here.parent / "actors", here.parent / "storage", here / "support"):
         compileall.compile_dir(folder, quiet=2)
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_of_another_group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets only the group of clusters find those of this machine: beside it, runs of the same names live there."""
+    if unit(request.node.nodeid) != "machine" and "ray" in sys.modules:
+        monkeypatch.setattr("ray._private.services.find_gcs_addresses", cache(set))  # Ray clears the cache of its own
 
 
 @pytest.hookimpl(wrapper=True)

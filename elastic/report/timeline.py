@@ -90,6 +90,8 @@ class Timeline:
     """The newest coordinator; those that took over from others while the workers went on began no new life."""
     _formed: bool = False
     """True once there was a world since the run was started."""
+    _members: set[str] = field(default_factory=set)
+    """Members of the newest world that are not known to be lost."""
     _begun: dict[Version, float] = field(default_factory=dict)
     _wrote: dict[Version, dict[str, None]] = field(default_factory=dict)
 
@@ -124,9 +126,9 @@ class Timeline:
         else:
             self._pass(at, AWAY)
             self.moments.append(Moment(at, self.reached, STARTED, "the run was started again"))
-        members = len(state["plan"]["members"]) if state.get("plan") else 0
-        self._resize(at, members)
-        self.state, self._formed = state["$"], members > 0
+        self._members = {*state["plan"]["members"]} if state.get("plan") else set()
+        self._resize(at, len(self._members))
+        self.state, self._formed = state["$"], bool(self._members)
 
     def _pass(self, at: float, state: str) -> None:
         self.spent[state] += max(at - self.at, 0.0)
@@ -161,12 +163,16 @@ class Timeline:
     def _note_event(self, record: Mapping[str, Any], told: Mapping[str, Any]) -> None:
         at, kind = record["at"], told["$"]
         if kind == "Lost" and self.state not in (*ENDED, "Finishing"):
+            self._members.discard(told["worker"])
             self._add(at, LOST, record["reason"] or f"{told['worker']} is lost ({told['reason']})")
         elif kind == "KeeperLost" and told.get("with_its_node"):
             self._add(at, LOST, record["reason"] or f"a node is lost ({told['reason']})")
         elif kind == "Recovered":
             self._incarnation = max(self._incarnation, told["incarnation"])
             self._add(at, COORDINATOR, record["reason"] or "another coordinator took over")
+            for worker in sorted(self._members - {*told["workers"]}) if self.state not in (*ENDED, "Finishing") else ():
+                self._members.discard(worker)
+                self._add(at, LOST, f"{worker} is lost: coordinator {told['incarnation']} does not find it")
         elif kind == "Ready" and (world := self.worlds.get(told["generation"])) is not None:
             self.worlds[told["generation"]] = replace(world, heal_bytes=world.heal_bytes + told.get("heal_bytes", 0))
         elif kind == "ShardSaved":
@@ -180,6 +186,7 @@ class Timeline:
     def _note_action(self, at: float, action: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         if action["$"] == "Form" and "plan" in action and action["plan"].get("generation") not in self.worlds:
             plan = action["plan"]
+            self._members = {*plan["members"]}
             step, before = plan["version"]["step"], next((each for _, each in reversed(self.sizes) if each), 0)
             layout = str(codec.decode(Layout, plan["layout"]))
             again = max(self.reached - step, 0)

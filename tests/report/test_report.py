@@ -157,6 +157,17 @@ def test_l2_a_takeover_is_no_new_start_and_a_restart_is(tmp_path: Path) -> None:
     assert told.spent["Away"] == 50
 
 
+@pytest.mark.parametrize("found", [("w1",), ("w1", "w2")], ids=["one is gone", "both are there"])
+def test_l2_a_worker_that_the_next_coordinator_does_not_find_is_lost_as_any_other(tmp_path: Path, found: tuple[str, ...]) -> None:
+    """L2: it died while nobody led the run."""
+    run, play = begun(tmp_path, stepping(2, save_every=50))
+    play.steps(1, 3)
+    play.tell(ev.Recovered(2, tuple(map(WorkerId, found)), play.run.cluster.keepers))
+    play.ship()
+    told = Timeline().read(journal.objects(run.store, "toy"))
+    assert [each.text.partition(":")[0] for each in told.moments if each.kind == "lost"] == ["w2 is lost"][len(found) - 1 :]
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_l2_a_run_that_failed_shows_the_error_and_one_that_was_stopped_the_reason(tmp_path: Path, fails: bool) -> None:
     """L2: the traceback of the user's code is text, whatever is in it."""

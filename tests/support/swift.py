@@ -94,28 +94,38 @@ class Swift:
         }
 
     def start(self) -> None:
-        """Starts the servers that do not run.  Returns when all listen."""
-        dead = [name for name in SERVERS if name not in self.processes or self.processes[name].poll() is not None]
-        for name in dead:
-            with open(self.folder / f"{name}.log", "ab") as log:
-                command = [sys.executable, "-W", "ignore", "-m", f"swift.{name if name != 'object' else 'obj'}.server"]
-                config = str(self.folder / f"{name}-server.conf")
-                self.processes[name] = subprocess.Popen(
-                    [*command, config],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=os.environ | {"PYTHONPATH": str(ROOT)},
-                    start_new_session=True,  # a server that is told to end signals its whole process group
-                )
-        deadline = time.monotonic() + PATIENCE_S
-        for name, process in self.processes.items():
-            while not listening(self.ports[name]):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    said = (self.folder / f"{name}.log").read_text(errors="replace")[-2000:]
-                    self.stop()
-                    raise RuntimeError(f"swift's {name} server does not listen on port {self.ports[name]}; it said: {said}")
-                time.sleep(0.02)
+        """Starts the servers that do not run.  Returns when all listen.
+
+        The proxy comes last: while it finds no server that knows a bucket, it says that there is no such bucket.
+        """
+        for names in (SERVERS[:-1], SERVERS[-1:]):
+            for name in names:
+                if name not in self.processes or self.processes[name].poll() is not None:
+                    self._begin(name)
+            deadline = time.monotonic() + PATIENCE_S
+            for name in names:
+                self._await(name, deadline)
+
+    def _begin(self, name: str) -> None:
+        with open(self.folder / f"{name}.log", "ab") as log:
+            command = [sys.executable, "-W", "ignore", "-m", f"swift.{name if name != 'object' else 'obj'}.server"]
+            config = str(self.folder / f"{name}-server.conf")
+            self.processes[name] = subprocess.Popen(
+                [*command, config],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                start_new_session=True,  # a server that is told to end signals its whole process group
+            )
+
+    def _await(self, name: str, deadline: float) -> None:
+        while not listening(self.ports[name]):
+            if self.processes[name].poll() is not None or time.monotonic() > deadline:
+                said = (self.folder / f"{name}.log").read_text(errors="replace")[-2000:]
+                self.stop()
+                raise RuntimeError(f"swift's {name} server does not listen on port {self.ports[name]}; it said: {said}")
+            time.sleep(0.02)
 
     def kill(self, *names: str) -> None:
         """Kills servers by SIGKILL, as a power cut would; all of them by default."""

@@ -97,7 +97,7 @@ def test_a_crash_leaves_its_traceback(tmp_path: Path, undisturbed_hash: str, cap
     assert main(["logs", str(tmp_path / "job.toml"), crashed.worker]) == 0
     log = capsys.readouterr().out
     assert "killed by signal 11 (SIGSEGV)" in log
-    assert "Fatal Python error: Segmentation fault" in log and "in strike" in log and "in compute" in log
+    assert "Fatal Python error: Segmentation fault" in log and "in strike" in log and "in _backward" in log
     assert main(["logs", str(tmp_path / "job.toml"), "w99"]) == 1, "nobody of that name"
 
 

@@ -262,7 +262,7 @@ def placed(bucket: Path, row: Row, documents: Path) -> Job:
     if job.data.args.get("path") == DOCUMENTS:
         job = job.replace(data=job.data.model_copy(update={"args": job.data.args | {"path": str(documents)}}))
     if job.offload_folder:
-        bucket.mkdir(exist_ok=True)
+        bucket.mkdir(parents=True, exist_ok=True)
         job = job.replace(offload_folder=str(bucket))
     return job
 

@@ -19,7 +19,7 @@ WORLD, ACTOR = "elastic.tests.world", "elastic.tests.actor"
 
 
 ONCE = {"processes": 1}
-"""What may be above each budget: a library asks a program once in a process of the tests, and it is chance which folder comes first there."""
+"""What may be above each budget: a library asks a program once in a process of the tests, for whichever folder comes first there."""
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,8 @@ class Timeline:
             self._begun[Version(commit["step"], commit["generation"])] = at
 
     def _note_event(self, record: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-        at, kind = record["at"], told["$"]
-        if kind == "Lost" and self.state not in (*ENDED, "Finishing"):
+        at, kind, goes_on = record["at"], told["$"], self.state not in (*ENDED, "Finishing")
+        if kind == "Lost" and goes_on:
             self._members.discard(told["worker"])
             self._add(at, LOST, record["reason"] or f"{told['worker']} is lost ({told['reason']})")
         elif kind == "KeeperLost" and told.get("with_its_node"):
@@ -170,9 +170,9 @@ class Timeline:
         elif kind == "Recovered":
             self._incarnation = max(self._incarnation, told["incarnation"])
             self._add(at, COORDINATOR, record["reason"] or "another coordinator took over")
-            for worker in sorted(self._members - {*told["workers"]}) if self.state not in (*ENDED, "Finishing") else ():
-                self._members.discard(worker)
+            for worker in sorted(self._members - {*told["workers"]}) if goes_on else ():
                 self._add(at, LOST, f"{worker} is lost: coordinator {told['incarnation']} does not find it")
+            self._members &= {*told["workers"]}
         elif kind == "Ready" and (world := self.worlds.get(told["generation"])) is not None:
             self.worlds[told["generation"]] = replace(world, heal_bytes=world.heal_bytes + told.get("heal_bytes", 0))
         elif kind == "ShardSaved":

@@ -18,10 +18,6 @@ WORLD, ACTOR = "elastic.tests.world", "elastic.tests.actor"
 """Audit events of a world of real processes that forms without Ray, and of an actor of Ray; its argument is the actor's name."""
 
 
-ONCE = {"processes": 1}
-"""What may be above each budget: a library asks a program once in a process of the tests, for whichever folder comes first there."""
-
-
 @dataclass(frozen=True)
 class Budget:
     """The numbers of things that the tests of a folder may start by default, and why it takes that many."""
@@ -53,7 +49,9 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/golden": Budget(worlds=10, runs=1, processes=2, why="the bits of the golden jobs, and what makes them"),
     "tests/gpu": Budget(worlds=200, runs=10, processes=60, compilations=50, why="only where there are GPUs; elsewhere next to nothing"),
     "tests/models": Budget(worlds=20, processes=5, why="models of another library train in worlds"),
-    "tests/sim": Budget(processes=3, why="another hash seed, and the command that simulates"),
+    "tests/sim": Budget(
+        processes=4, why="another hash seed, and the command that simulates; a fourth was seen once, and nobody knows whose"
+    ),
     "tests/state": Budget(worlds=35, processes=54, why="members heal from members; uploaders, keepers and readers of memory are processes"),
     "tests/storage": Budget(runs=2, processes=19, why="writers that race or are killed, and a backend that a package brings"),
     "tests/support": Budget(processes=18, why="how processes end is seen of real ones"),
@@ -133,7 +131,7 @@ def above(counted: Mapping[str, Mapping[str, int]], budgets: Mapping[str, Budget
     for folder, numbers in sorted(counted.items()):
         budget = asdict(budgets.get(folder, Budget()))
         for name, number in sorted(numbers.items()):
-            if number > budget[name] + ONCE.get(name, 0):
+            if number > budget[name]:
                 found.append(
                     f"{folder} took {number} {name}, and its budget is {budget[name]}: show the new thing in a run that is there, let "
                     f"another test go, or raise the budget in tests/support/budgets.py with the reason"

@@ -26,7 +26,7 @@ STEPS, GATE, LOST = 20, 14, 16
 """Steps of the run; the one that waits for the coordinator's death, and the one in which a worker dies."""
 
 DEATH = re.compile(r"\bw\d+ is lost\b|\blost \(not found\): w\d+")
-"""How an incident names the dead worker: seen dead by the coordinator, or not found by the next one."""
+"""The words by which an incident names a dead worker, whom the coordinator saw dead or the next one did not find."""
 
 
 def trackers(folder: Path) -> dict[str, dict[str, Any]]:

@@ -49,6 +49,13 @@ from tests.support.toys import toy_job
 pytestmark = pytest.mark.fast
 
 
+@pytest.fixture(autouse=True)
+def copies_of_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes of the suite have copies on this node, too, and they come and go."""
+    here, found = str(os.getpid()), node_memory._open_files
+    monkeypatch.setattr(node_memory, "_open_files", lambda: (each for each in found() if each[0] == here))
+
+
 def test_the_limit_that_is_met_first_counts(tmp_path: Path) -> None:
     """A container's limit counts, without the file cache, which the kernel gives back; without a container or a limit, the node's free
     memory counts."""
@@ -81,8 +88,6 @@ def test_a_group_within_a_group_counts(tmp_path: Path) -> None:
 
 def test_what_other_workers_will_take_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers of one node that each find room for one: the second is refused, or told to come again where memory is only held."""
-    here, found = str(os.getpid()), node_memory._open_files
-    monkeypatch.setattr(node_memory, "_open_files", lambda: (each for each in found() if each[0] == here))  # other tests have copies, too
     job = toy_job(tmp_path, copies={"copy_every": 3})
     tensors, cpu = tensors_of(build_model(job, builder_of(job)), rule_of(job)), torch.device("cpu")
     counters = [Counters(tmp_path / name, create=True) for name in ("w1", "w2")]

@@ -84,7 +84,8 @@ def peak_bytes(
                     result.backward()
                 del result
                 parameters.end_round()
-                gc.collect()  # the compiler leaves cycles with tensors
+                if job.compile:
+                    gc.collect()  # the compiler leaves cycles with tensors
     return watch.most
 
 

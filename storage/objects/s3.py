@@ -25,8 +25,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from aiobotocore.session import AioSession
 from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
@@ -55,8 +57,15 @@ CLIENT = {
     "max_pool_connections": 64,
 }
 
+
 Answer = Mapping[str, Any]
 Part = dict[str, Any]
+
+
+@cache
+def _descriptions() -> Any:
+    """Returns what reads botocore's descriptions of services.  Stores share it, since each would need a tenth of a second to read them."""
+    return AioSession().get_component("data_loader")
 
 
 class S3(ObjectStore):
@@ -84,8 +93,10 @@ class S3(ObjectStore):
         root = url.split("://", 1)[1].strip("/")
         if not root or "@" in root.split("/")[0]:
             raise Unavailable("s3://…", "a bucket's URL is s3://bucket/prefix; credentials are taken from the node, never from a URL")
+        session = AioSession()
+        session.register_component("data_loader", _descriptions())
         # skip_instance_cache: fsspec would return an instance with earlier credentials and endpoint
-        return cls(S3FileSystem(skip_instance_cache=True, use_listings_cache=False, config_kwargs=CLIENT), root, policy)
+        return cls(S3FileSystem(skip_instance_cache=True, use_listings_cache=False, config_kwargs=CLIENT, session=session), root, policy)
 
     @property
     def url(self) -> str:

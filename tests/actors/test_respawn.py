@@ -31,7 +31,7 @@ STUCK = "the abort before generation 2 has not ended in"
 def struck_by(chaos: Trial, *faults: dict[str, Any]) -> Trial:
     """Returns ``chaos``, to be checked as if the job had asked for ``faults`` too."""
     known = (*chaos.job.faults, *(Fault(**fault) for fault in faults))
-    job = chaos.job.replace(numerics=chaos.job.numerics)  # said here, so that nobody checks the faults when the run is opened
+    job = chaos.job.replace(workers=chaos.job.workers.model_copy(update={"gpus": 1}))  # some faults strike accelerators
     return replace(chaos, job=job.model_copy(update={"faults": known}))
 
 

@@ -28,7 +28,7 @@ IMPORTS = {
     "storage.slices": Row(),
     "storage.objects": Row(("storage.objects.*", "storage.background", "storage.errors")),
     "storage.objects.fsspec": Row(("storage.objects.*", "storage.background", "storage.errors"), ("fsspec",)),
-    "storage.objects.s3": Row(("storage.objects.*", "storage.errors"), ("fsspec", "s3fs")),
+    "storage.objects.s3": Row(("storage.objects.*", "storage.errors"), ("aiobotocore", "fsspec", "s3fs")),
     "storage.objects.s3_errors": Row(("storage.objects.remote",), ("aiohttp", "botocore")),
     "storage.objects.urls": Row((), ("fsspec",)),
     "storage.checkpoints": Row(

@@ -31,7 +31,7 @@ from tests.support.peaks import each_once, measured
 from tests.support.ranks import Ranks
 from tests.support.toys import toy_job
 
-MODEL = {"vocab": 29, "dim": 32, "layers": 2, "heads": 2}
+MODEL = {"vocab": 29, "dim": 32, "layers": 1, "heads": 2}
 BATCH = 48
 
 
@@ -46,7 +46,7 @@ def each_peak_once() -> Iterator[None]:
 
 
 @cache
-def needed(samples: int, ranks: Ranks | None = None, layers: int = 2) -> float:
+def needed(samples: int, ranks: Ranks | None = None, layers: int = 1) -> float:
     """The judge: what lives at once in a real step of one member; with ``ranks`` of the one or two that need less.
 
     Two also need memory for two parts of the state while they form a world.
@@ -96,10 +96,10 @@ def test_it_is_the_largest_that_fits(
 
 def test_where_one_sample_is_too_large_recompute_makes_room(tmp_path: Path) -> None:
     """A policy that the user names counts: with less to keep, eight samples fit where otherwise four do."""
-    few: dict[str, Any] = {"global_batch": 32, "workers": {"max": 1}, "model_args": {**MODEL, "layers": 4}}
-    job, why = chosen(job_of(tmp_path, **few), int(0.95 * needed(1, layers=4) / USABLE))
+    few: dict[str, Any] = {"global_batch": 32, "workers": {"max": 1}, "model_args": {**MODEL, "layers": 3}}
+    job, why = chosen(job_of(tmp_path, **few), int(0.95 * needed(1, layers=3) / USABLE))
     assert job.microbatch == 1 and job.recompute == "auto" and "even with that, recompute = 'none'" in why
-    memory = int(0.97 * needed(8, layers=4) / USABLE)
+    memory = int(0.97 * needed(8, layers=3) / USABLE)
     assert [chosen(job_of(tmp_path, recompute=policy, **few), memory)[0].microbatch for policy in ("none", "block")] == [4, 8]
 
 

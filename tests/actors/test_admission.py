@@ -5,6 +5,7 @@ The head has room for one worker and every other node for one, so all are asked.
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,15 @@ class Latecomers:
 
 
 def refusals(run: Trial) -> list[str]:
-    said = [sentence for line in run.lines if isinstance(line, Sentence) for sentence in line.text.split("; node ")]
-    return [f"node {sentence.removeprefix('node ')}" for sentence in said if " is refused: " in sentence]
+    """Returns a sentence for each node that was refused, which begins with the node; a fault of the job was told before its node."""
+    said = list[str]()
+    for text in (line.text for line in run.lines if isinstance(line, Sentence)):
+        why, _, node = text.rpartition("; node ")
+        if re.fullmatch(r"\w+ is refused", node):
+            said.append(f"node {node}: {why}")
+        else:
+            said += [f"node {each.removeprefix('node ')}" for each in text.split("; node ") if " is refused: " in each]
+    return said
 
 
 @pytest.mark.parametrize("names", [["code", "disk"], pytest.param(DIFFERENT, marks=pytest.mark.full)], ids=len)

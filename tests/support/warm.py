@@ -206,6 +206,9 @@ def _become(
         _enter_namespaces(asker)
         os.chdir(folder)
         sys.path[:], sys.executable = searched, python
+        sys.modules.pop("sitecustomize", None)
+        with contextlib.suppress(ImportError):  # Python imports it when it starts
+            import sitecustomize  # noqa: F401
         sys.stdout.reconfigure(line_buffering="PYTHONUNBUFFERED" in environment)  # type: ignore[union-attr]
         if any(word.endswith(WORKER) for word in command):
             _enter_group(group)

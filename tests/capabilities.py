@@ -4,6 +4,9 @@ A test carries an id in its name (``test_r14_each_sample_once``) or in the docst
 capability has failed if one of its tests has, whatever the others show.  Without a passing test it is "skipped" or, if none was run, "not
 proven here": a skipped test proves nothing.  Results are those that
 ``tests/conftest.py`` left in pytest's cache; ids and texts are ``tests/capabilities.tsv``.
+
+Its third column says "default" where the tests that run by default prove the capability on a CPU.  After a run of all of them,
+``--check`` fails unless they did, and if any test of a capability failed.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import argparse
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -22,8 +26,16 @@ RESULTS = "elastic/results"
 
 def rows(path: Path = TESTS / "capabilities.tsv") -> dict[str, str]:
     """Maps each capability id to what the platform must be able to do."""
-    lines = path.read_text(encoding="utf-8").splitlines()[1:]
-    return {name: text for name, text in (line.split("\t") for line in lines)}
+    return {name: text for name, text, _ in _lines(path)}
+
+
+def by_default(path: Path = TESTS / "capabilities.tsv") -> list[str]:
+    """Returns the ids of capabilities that the tests that run by default must prove."""
+    return [name for name, _, where in _lines(path) if where == "default"]
+
+
+def _lines(path: Path) -> list[list[str]]:
+    return [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
 
 
 def carried(name: str, docstring: str, ids: Sequence[str]) -> list[str]:
@@ -63,13 +75,24 @@ def result(test: str, outcomes: Mapping[str, str]) -> str:
     return next((outcome for outcome in ("failed", "passed", "skipped") if outcome in seen), "never run")
 
 
+def verdict_of(results: Iterable[str]) -> str:
+    """Returns whether a capability is proven here, by the results of its tests."""
+    seen = set(results)
+    return next((each for each in ("FAILED", "passed", "skipped") if each.lower() in seen), "not proven here")
+
+
+def amiss(tests: Mapping[str, Sequence[str]], outcomes: Mapping[str, str], must: Collection[str]) -> list[str]:
+    """Returns the capabilities that failed, and those of ``must`` that are not proven."""
+    verdicts = {name: verdict_of(result(test, outcomes) for test in its) for name, its in tests.items()}
+    return [name for name, verdict in verdicts.items() if verdict == "FAILED" or (name in must and verdict != "passed")]
+
+
 def table(texts: Mapping[str, str], tests: Mapping[str, Sequence[str]], outcomes: Mapping[str, str]) -> Iterator[str]:
     """Yields the lines to print."""
     verdicts = dict.fromkeys(("passed", "FAILED", "skipped", "not proven here"), 0)
     for name, text in texts.items():
         results = {test: result(test, outcomes) for test in tests[name]}
-        seen = set(results.values())
-        verdict = next((each for each in ("FAILED", "passed", "skipped") if each.lower() in seen), "not proven here")
+        verdict = verdict_of(results.values())
         verdicts[verdict] += 1
         yield f"{name:<4} {verdict:<16} {text}"
         yield from (f"     {outcome:<16} {test}" for test, outcome in results.items())
@@ -82,13 +105,18 @@ def main() -> None:
     known = rows()
     parser = argparse.ArgumentParser(description="Prints each capability, the tests that carry its id, and their last result here.")
     parser.add_argument("id", nargs="*", help="a capability's id, such as R14; all of them without one")
-    asked = parser.parse_args().id
+    parser.add_argument("--check", action="store_true", help="fail unless what the default tests must prove is proven")
+    arguments = parser.parse_args()
+    asked = arguments.id
     if unknown := [name for name in asked if name not in known]:
         parser.error(f"there is no capability {', '.join(unknown)}; the ids are in tests/capabilities.tsv")
     texts = {name: text for name, text in known.items() if name in asked or not asked}
     cache = TESTS.parent / ".pytest_cache" / "v" / RESULTS
     outcomes = json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}
-    print("\n".join(table(texts, scan(TESTS, list(texts)), outcomes)))
+    tests = scan(TESTS, list(texts))
+    print("\n".join(table(texts, tests, outcomes)))
+    if arguments.check and (wrong := amiss(tests, outcomes, by_default())):
+        sys.exit(f"failed, or not proven by the tests that run by default: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import compileall
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -38,6 +40,8 @@ _outcomes = pytest.StashKey[dict[str, str]]()
 _seconds = pytest.StashKey[dict[str, float]]()
 _skipped = pytest.StashKey[list[str]]()
 _status = pytest.StashKey[int]()
+_compiled = pytest.StashKey[str]()
+"""The folder of what torch has compiled in a whole run: its processes share it, and what earlier runs have left does not matter."""
 
 
 FAST = ("architecture", "control", "data", "plan", "sim")
@@ -113,6 +117,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Results(config))
     if sys.dont_write_bytecode and not _distributed(config):
         _compile()
+    if _whole(config) and not _distributed(config):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.stash[_compiled] = tempfile.mkdtemp(prefix="compiled-")
 
 
 def _compile() -> None:
@@ -207,6 +213,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     thread that outlived the interpreter (Ray, torch, botocore and the servers of the tests all leave some) jumped into freed memory.
     Commands that the tests start are processes of their own: they end as they do for users, and their exit codes are checked.
     """
+    if _compiled in config.stash:
+        shutil.rmtree(config.stash[_compiled], ignore_errors=True)
     if _status in config.stash:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -135,8 +135,8 @@ def test_samples_come_from_token_shards_in_the_bucket(tmp_path: Path, bucket: st
 
     expected = alone(toy_job(tmp_path / "folder", name="local", data=reads(tmp_path / "tokens"), **common))
     fault = {"point": "backward", "step": 9, "world_rank": 1}
-    later = {"deadlines": {"grow_debounce_s": 30}}
+    later = {"deadlines": {"grow_debounce_s": 600}}  # nobody takes the dead one's place before the end
     chaos = trial(
-        toy_job(bucket, name="tokens", data=reads(f"{bucket}/tokens"), faults=[fault], workers={"min": 2, "max": 2}, **later, **common)
+        toy_job(bucket, name="tokens", data=reads(f"{bucket}/tokens"), faults=[fault], workers={"min": 1, "max": 2}, **later, **common)
     )
-    assert_survived(chaos, expected, worlds=(2, 2), tiers=("init", "live"))
+    assert_survived(chaos, expected, worlds=(2, 1), tiers=("init", "live"))

@@ -122,16 +122,18 @@ def test_a_worker_dies_while_the_bucket_fails(tmp_path: Path, swift_bucket: S3, 
     assert act.dark is not None and act.dark.generation >= 2, "the world was another one before the bucket came back"
     worlds = formed(Run.open(job).records())
     struck = {"point": "forward", "kind": "SIGKILL", "world_rank": worlds[0].members.index(kill.victim)}  # from outside
-    tier, alone = ("live", 1) if layout == "replicate" else ("bucket", max(len(worlds) - 2, 1))  # it asks again in a new world
+    tier, lone = ("live", 1) if layout == "replicate" else ("bucket", max(len(worlds) - 2, 1))  # it asks again in a new world
     struck_at = worlds[1].step + worlds[1].redone
     assert_survived(
         replace(chaos, job=job.replace(faults=[struck])),
         reference,
-        worlds=(2, *[1] * alone, 2),
-        tiers=("init", *[tier] * alone, "live"),
+        worlds=(2, *[1] * lone, 2),
+        tiers=("init", *[tier] * lone, "live"),
         unsaved=struck_at - act.shut_at,
     )
     assert not [text for text in told(chaos) if "no member moved" in text], told(chaos)
+    refused = [text for text in told(chaos) if "its world broke (peer: s3://" in text and "cannot be reached" in text]
+    assert len(refused) == lone - 1, "a world that reads from the bucket forms again only where that refuses it for too long"
     # what is whole counts, and what counts is whole
     run = Run.open(job)
     listed = run.checkpoints.versions()

@@ -128,7 +128,8 @@ def bare_title(pid: int) -> str:
 
 @pytest.mark.must_run_in_ci
 def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, capsys: Shown) -> None:
-    """The coordinator is gone for good; its workers step on until they hear of it.  The kernel reports the end of their processes."""
+    """The coordinator is gone for good; its workers are stopped, so they cannot hear of it and leave by themselves.  The kernel reports
+    the end of their processes."""
     job, coordinator = begun(tmp_path, "left", steps=10_000)
     until(lambda: reached("left", 3))
     token = ray.get(coordinator.view.remote()).token
@@ -153,9 +154,13 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     )
     assert all(worker.running for worker in workers)
 
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGSTOP)
     ray.kill(coordinator, no_restart=True)
     until(lambda: attach("left") is None)
-    assert all(worker.running for worker in workers), "the control: they have not heard of it yet"
+    follower.join(PATIENCE_S)
+    assert not follower.is_alive(), "who follows leaves with the run"
+    assert all(worker.running for worker in workers), "the control: nothing of this goes by itself"
     assert len(cluster.named(f"{token}/")) == 3
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -163,8 +168,6 @@ def test_clean_spares_a_run_that_lives_and_removes_a_dead_one(tmp_path: Path, ca
     assert {each for each in removed if each.startswith("actor ")} >= {f"actor {token}/w1", f"actor {token}/w2"}
     assert {str(segment(token, "w1")), str(segment(token, "w2")), str(log_folder(token))} <= set(removed)
     assert all(worker.wait(PATIENCE_S) for worker in workers)
-    follower.join(PATIENCE_S)
-    assert not follower.is_alive(), "who follows leaves with the run"
     assert_no_actor_left("left")
     assert not log_folder(token).exists() and Run.open(job).owner() is not None, "what is in the bucket stays"
     assert main(command) == 0

@@ -246,7 +246,7 @@ def shows(broken: str, ranks: Ranks, job: Job, expected: str) -> bool:
         return "modified by an inplace operation" in str(error)
 
 
-@pytest.mark.parametrize("layout", [*(pytest.param(Layout(1, n), marks=pytest.mark.full) for n in (2, 3)), Layout(2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(1, 2), pytest.param(Layout(1, 3), marks=pytest.mark.full), Layout(2, 2)], ids=str)
 def test_b12_the_bits_are_those_of_one_worker_whatever_is_gathered_ahead(
     ranks: Ranks, reference: Trained, tmp_path: Path, layout: Layout
 ) -> None:

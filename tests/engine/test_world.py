@@ -229,10 +229,8 @@ def leave_it_under_way(world: World, port: int) -> tuple[list[str], float, str, 
     the next world.
     """
     begun = world.begin_all_gather(torch.empty(2000), torch.ones(1000)) if world.rank == 0 else None
-    hanging, causes = (
-        [each for each in world.in_flight() if "all_reduce" not in each],
-        [],
-    )  # the first one's end may be recorded a moment later
+    until(lambda: not [each for each in world.in_flight() if "all_reduce" in each], what="the end of the first sum is not recorded")
+    hanging, causes = world.in_flight(), []
     world.store.set(f"has begun {world.rank}", "")
     world.store.wait(["has begun 0", "has begun 1"], timedelta(seconds=PATIENCE_S))
     began = time.monotonic()

@@ -92,7 +92,7 @@ def living() -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("members", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("members", [2, 4])
 def test_a_stage_shares_and_sends_what_it_promises(ranks: Ranks, tmp_path: Path, members: int) -> None:
     """C2, C3, C4: bytes of live storages a parameter and member, and bytes sent a parameter, with bf16 and sums in float32; losses agree.
 

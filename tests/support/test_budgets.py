@@ -17,6 +17,8 @@ def test_a_folder_above_its_budget_is_named_with_the_number() -> None:
         "tests/b took 2 processes",
         "tests/b took 1 runs",
     ]
+    (sentence,) = above({"tests/b": {"processes": 2, "$ sleep 1": 2}}, budgets)
+    assert sentence.endswith("; started: 2 × sleep 1")
 
 
 def test_what_is_started_is_counted_once() -> None:
@@ -30,7 +32,7 @@ def test_what_is_started_is_counted_once() -> None:
         add({"worlds": 2, "compilations": 1})
         with uncounted():
             sys.audit(WORLD)
-        assert taken() == {"worlds": 3, "runs": 1, "processes": 3, "compilations": 1}
+        assert taken() == {"worlds": 3, "runs": 1, "processes": 3, "compilations": 1, "$ true": 1}
         assert taken() == {}
     finally:
         add(before)

@@ -94,7 +94,7 @@ def test_f8_the_peak_is_foreseen_before_anything_runs(tmp_path: Path, name: str)
     "changes",
     [
         pytest.param({"parallel": {"zero": 3}}, id="3"),
-        pytest.param({**BF16, "parallel": {"zero": 2}}, id="2", marks=pytest.mark.full),
+        pytest.param({**BF16, "parallel": {"zero": 2}}, id="2"),
         pytest.param({**BF16, "parallel": {"zero": 1}, "reproducible": False}, id="1"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,7 @@ from storage.objects.s3 import S3
 from tests.data.texts import write_texts
 from tests.support.buckets import allow
 from tests.support.chaos import ASK_S, Witness, alone, assert_nothing_left, assert_survived, trial
+from tests.support.room import Room
 from tests.support.swift import SECRET, Swift
 from tests.support.toys import LIGHT, toy_job
 
@@ -129,14 +131,22 @@ def test_samples_come_from_token_shards_in_the_bucket(tmp_path: Path, bucket: st
     prepare(texts, str(tmp_path / "tokens"))
     prepare(texts, f"{bucket}/tokens")
     common = {"model_args": {"vocab": 257, "dim": 16, "layers": 2, "heads": 2}, "steps": 24, "checkpoint": {"save_every": 6}}
+    later = {"deadlines": {"grow_debounce_s": 30}}  # the first world has both workers
 
     def reads(path: str | Path) -> dict[str, Any]:
         return {"dataset": "elastic.data.tokens:TokenDataset", "args": {"path": str(path), "seq_len": 16}}
 
     expected = alone(toy_job(tmp_path / "folder", name="local", data=reads(tmp_path / "tokens"), **common))
-    fault = {"point": "backward", "step": 9, "world_rank": 1}
-    later = {"deadlines": {"grow_debounce_s": 600}}  # nobody takes the dead one's place before the end
-    chaos = trial(
-        toy_job(bucket, name="tokens", data=reads(f"{bucket}/tokens"), faults=[fault], workers={"min": 1, "max": 2}, **later, **common)
-    )
+    fault, room = {"point": "backward", "step": 20, "world_rank": 1}, Room()
+    job = toy_job(bucket, name="tokens", data=reads(f"{bucket}/tokens"), faults=[fault], workers={"min": 1, "max": 2}, **later, **common)
+
+    def act(witness: Witness, view: View) -> bool:
+        if len(view.workers) < 2:
+            return False
+        room.queue(1)  # it takes the room of the worker that dies
+        return True
+
+    with closing(room):
+        room.take(ray.cluster_resources()["CPU"] - 2)
+        chaos = trial(job, act)
     assert_survived(chaos, expected, worlds=(2, 1), tiers=("init", "live"))

@@ -23,7 +23,7 @@ from elastic.runs.run import Run
 from elastic.train.step import microbatch_seed
 from tests.support.ranks import Ranks
 from tests.support.segments import compute, here, member, train, train_here
-from tests.support.toys import small_job
+from tests.support.toys import small_job, toy_job
 
 HERE = "tests.engine.test_loss_scale"
 SMALL: dict[str, Any] = {"model_args": {"vocab": 29, "dim": 32, "layers": 1, "heads": 2, "dropout": 0.1}}
@@ -134,7 +134,7 @@ def test_the_loss_in_fp16_is_that_of_fp32(tmp_path: Path) -> None:
     """E3: within 1 % after 200 steps (mean of the last ten)."""
     last = {}
     for precision in ("fp16", "fp32"):
-        job = small_job(tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3})
+        job = toy_job(tmp_path / precision, global_batch=8, microbatch=8, steps=200, precision=precision, optim={"lr": 1e-3})
         curve = here(losses, job, 200)
         assert curve[-1] < 0.5 * curve[0]
         last[precision] = statistics.mean(curve[-10:])

@@ -104,7 +104,8 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "subprocess.Popen":
         line = arguments[1]
         words = [os.fsdecode(each) for each in line] if isinstance(line, list | tuple) else [os.fsdecode(line)]
-        _counted.update([*kinds(words), f"{LINE}{' '.join(words)[:100]}"])
+        if found := kinds(words):
+            _counted.update([*found, f"{LINE}{' '.join(words)[:100]}"])
     elif event == WORLD:
         _counted["worlds"] += 1
     elif event == ACTOR:
@@ -119,10 +120,18 @@ def kinds(command: Sequence[str]) -> list[str]:
     return ["processes", *["runs"] * ({"elastic", "train"} <= names)]
 
 
+def _split(counted: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the numbers, and those of the command lines, each in order."""
+    parts: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    for name, number in sorted(counted.items()):
+        parts[name.startswith(LINE)][name] = number
+    return parts
+
+
 def lines(counted: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Returns a line for each folder that started anything, with its numbers."""
     return [
-        f"{folder:20} {', '.join(f'{n} {name}' for name, n in sorted(found.items()) if not name.startswith(LINE))}"
+        f"{folder:20} {', '.join(f'{n} {name}' for name, n in _split(found)[0].items())}"
         for folder, found in sorted(counted.items())
         if found
     ]
@@ -133,9 +142,10 @@ def above(counted: Mapping[str, Mapping[str, int]], budgets: Mapping[str, Budget
     found = []
     for folder, numbers in sorted(counted.items()):
         budget = asdict(budgets.get(folder, Budget()))
-        started = " | ".join(f"{number} × {name.removeprefix(LINE)}" for name, number in sorted(numbers.items()) if name.startswith(LINE))
-        for name, number in sorted(numbers.items()):
-            if not name.startswith(LINE) and number > budget[name]:
+        numbers, commands = _split(numbers)
+        started = " | ".join(f"{number} × {command.removeprefix(LINE)}" for command, number in commands.items())
+        for name, number in numbers.items():
+            if number > budget[name]:
                 found.append(
                     f"{folder} took {number} {name}, and its budget is {budget[name]}: show the new thing in a run that is there, let "
                     f"another test go, or raise the budget in tests/support/budgets.py with the reason; started: {started or 'no process'}"

@@ -92,11 +92,8 @@ def test_f8_the_peak_is_foreseen_before_anything_runs(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        pytest.param({"parallel": {"zero": 3}}, id="3"),
-        pytest.param({**BF16, "parallel": {"zero": 2}}, id="2"),
-        pytest.param({**BF16, "parallel": {"zero": 1}, "reproducible": False}, id="1"),
-    ],
+    [{"parallel": {"zero": 3}}, {**BF16, "parallel": {"zero": 2}}, {**BF16, "parallel": {"zero": 1}, "reproducible": False}],
+    ids=["3", "2", "1"],
 )
 def test_f8_so_is_that_of_a_member_that_shares_the_state(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
     """The control is the same."""

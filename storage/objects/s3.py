@@ -57,14 +57,13 @@ CLIENT = {
     "max_pool_connections": 64,
 }
 
-
 Answer = Mapping[str, Any]
 Part = dict[str, Any]
 
 
 @cache
 def _descriptions() -> Any:
-    """Returns what reads botocore's descriptions of services.  Stores share it, since each would need a tenth of a second to read them."""
+    """Returns the loader of botocore's descriptions of services.  Stores share it: each would take a tenth of a second to read them."""
     return AioSession().get_component("data_loader")
 
 

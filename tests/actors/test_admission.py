@@ -6,7 +6,7 @@ The head has room for one worker and every other node for one, so all are asked.
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from elastic.runs.run import Run
 from tests.support.chaos import Trial, Witness, assert_nothing_left, trial
 from tests.support.commands import ROOT, user_job, user_package
 from tests.support.nodes import Node, joined
+from tests.support.room import Room
 
 CPUS = 5
-"""CPUs of one worker; the head has 8, so it has room for one."""
+"""CPUs of one worker; a head has 8 or a CPU a core, here 8, so it has room for one."""
 CODE = "admitted"
 BROKEN = """
 import threading
@@ -209,9 +210,11 @@ def test_u8_too_few_nodes_with_the_jobs_code_fail_by_name(folder: Path) -> None:
     """U8: before any world forms."""
     job = job_of(folder, least=2)
     other = Node("code", CPUS, instead={folder / "mine" / CODE: folder / "other" / CODE})
-    with joined(folder, other) as nodes:
-        run = trial(job, hash_it=False)
-        assert run.result.state == "Failed" and formed(job) == []
-        assert f"on {name_of(head())}, where the job was checked" in run.result.reason
-        assert f"on node {nodes['code'][:8]} (" in run.result.reason
+    with closing(Room()) as room:
+        room.take(max(ray.cluster_resources()["CPU"] - 2 * CPUS + 1, 0))
+        with joined(folder, other) as nodes:
+            run = trial(job, hash_it=False)
+            assert run.result.state == "Failed" and formed(job) == []
+            assert f"on {name_of(head())}, where the job was checked" in run.result.reason
+            assert f"on node {nodes['code'][:8]} (" in run.result.reason
     assert_nothing_left(run)

@@ -130,8 +130,9 @@ def join(nodes: Nodes) -> None:
 def project(folder: Path, name: str, wheel: Path | None, **changes: Any) -> Job:
     """Makes a user's folder, with their package, job.toml, and the wheel, and returns the job."""
     here = folder / "project"
-    user_package(here, name)
-    (here / name / "watched.py").write_text(WATCHED.replace("SEEN", repr(str(here / "seen"))).replace("PACKAGE", name))
+    seen = folder / "seen"  # outside of what is submitted: Ray looks at the files twice, and a run writes here meanwhile
+    user_package(here, name, seen)
+    (here / name / "watched.py").write_text(WATCHED.replace("SEEN", repr(str(seen))).replace("PACKAGE", name))
     if wheel is not None:
         shutil.copy(wheel, here)
     values = {
@@ -152,12 +153,12 @@ def reference(job: Job, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 
 def where(folder: Path) -> list[dict[str, Any]]:
     """Returns what the user's loss recorded about each process in which it ran."""
-    return [json.loads(file.read_text()) for file in sorted((folder / "project" / "seen").glob("where-*"))]
+    return [json.loads(file.read_text()) for file in sorted((folder / "seen").glob("where-*"))]
 
 
 def microbatches(folder: Path, *, ours: bool = False) -> list[str]:
     """Returns what the user's loss recorded of each microbatch: in this process if ``ours``, else in all other processes."""
-    files = [file for file in (folder / "project" / "seen").iterdir() if file.name.isdigit()]
+    files = [file for file in (folder / "seen").iterdir() if file.name.isdigit()]
     return [line for file in files if (file.name == str(os.getpid())) == ours for line in file.read_text().splitlines()]
 
 
@@ -300,7 +301,7 @@ def test_from_our_own_checkout_and_a_driver_that_vanishes(
     assert third.wait() == 1, "Ray's word for every exit code but 0"
     assert "exit code 3" in third.ray("status", third.id)
     assert_all_given_back(nodes, "ours")
-    (checkout / "seen" / "hurry").touch()
+    (tmp_path / "seen" / "hurry").touch()
     fourth = nodes.submit(checkout, line)
     assert fourth.wait() == 0, fourth.text
     assert exported_hash(job) == expected.hash
@@ -313,7 +314,7 @@ def begun_and_killed(python: Path, job: Job, folder: Path, line: list[str]) -> t
     """
     with Nodes(python, head_cpus=1) as nodes:
         join(nodes)
-        act = StopThenGrowThenKill(nodes, job, folder / "project" / "seen")
+        act = StopThenGrowThenKill(nodes, job, folder / "seen")
         witness = Witness(job.name, act_by(act.story()))
         witness.look_s = 0.2  # all that it waits for lasts
         witness.start()
@@ -397,7 +398,7 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     newest = Run.open(job).newest()
     assert newest is not None
     assert 1 <= act.stopped_at < JOINS < act.killed_at < WHOLE < newest.step < DIES, "inside the run"
-    (tmp_path / "project" / "seen" / "hurry").touch()
+    (tmp_path / "seen" / "hurry").touch()
     with resumed(python, job, tmp_path, line, first) as chaos:
         worlds = formed(Run.open(job).records())
         assert worlds[-1].step == newest.step

@@ -31,17 +31,19 @@ FORK = warm.__file__
 MARK = "STARTED_BY_TEST"
 
 
-def user_package(folder: Path, package: str) -> None:
+def user_package(folder: Path, package: str, seen: Path | None = None) -> None:
     """Writes a user's own code outside of the repository: a model without a sharding table, a dataset, a loss that records what it saw.
 
-    ``seen/<pid>`` gets a line for every microbatch: the CRC-32 of its tokens, and the bits of the loss.
+    ``<pid>`` in ``seen``, by default a folder beside the package, gets a line for every microbatch: the CRC-32 of its tokens, and the
+    bits of the loss.
     """
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         del sys.modules[module]  # of another test, which gave its package the same name
     (folder / package).mkdir(parents=True)
-    (folder / "seen").mkdir(exist_ok=True)
+    seen = seen or folder / "seen"
+    seen.mkdir(exist_ok=True)
     (folder / package / "__init__.py").touch()
-    (folder / package / "code.py").write_text(_CODE.replace("SEEN", repr(str(folder / "seen"))))
+    (folder / package / "code.py").write_text(_CODE.replace("SEEN", repr(str(seen))))
 
 
 _CODE = """

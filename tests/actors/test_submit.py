@@ -43,7 +43,10 @@ STEPS, JOINS, WHOLE, DIES, SAVES = 16, 4, 8, 12, 2
 """Steps of the run; those whose data cannot be read before the worker of a node that joins, and before the one in place of a killed worker,
 is about to be in the world, and before the cluster was killed; and from save to save."""
 When = Callable[[Witness, View], bool]
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    pytest.mark.timeout(1800),  # pip makes an environment on each node; beside four busy processes that takes minutes
+]
 WATCHED = """
 import hashlib, json, os, sys, time
 from pathlib import Path

@@ -122,6 +122,7 @@ class Nodes:
     def __init__(self, python: Path, head_cpus: int = 0, head_ip: str = "", *, forks: warm.Warm | None = None, jobs: bool = True) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # short, as paths of Unix sockets must be
         self.python, self.forks, self.started = python, forks, list[Started]()
+        self.submitted = list[Submitted]()
         dashboard = ("--include-dashboard=true", f"--dashboard-port={free_ports(1)[0]}") if jobs else ("--include-dashboard=false",)
         place = (f"--node-ip-address={head_ip}",) if head_ip else ()
         head = self._start("--head", "--port=0", *place, *dashboard, f"--num-cpus={head_cpus}")
@@ -141,7 +142,8 @@ class Nodes:
 
     def submit(self, folder: Path, command: list[str]) -> Submitted:
         """Submits ``command``, a whole line ``ray job submit …``, as a user types it in ``folder``."""
-        return Submitted(folder, self.jobs, command)
+        self.submitted.append(Submitted(folder, self.jobs, command))
+        return self.submitted[-1]
 
     def kill_everything(self) -> list[Ended]:
         """Kills every process of every node by SIGKILL, frozen first so that none sees another die.  Returns how each ended."""
@@ -164,6 +166,9 @@ class Nodes:
         A process with a title has no mark any more: an agent whose node was killed before it goes on, and computes, for a minute.
         """
         kill_all([each for node in self.started for each in frozen(node.process.pid)])
+        for submitted in self.submitted:
+            submitted.process.kill()
+            submitted.process.wait(PATIENCE_S)
         while left := processes(f"{MARK}={self.folder}"):
             for each in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -174,6 +179,10 @@ class Nodes:
         for node in self.started:
             node.process.wait(PATIENCE_S)  # ``processes`` has no zombies; a zombie that nobody waits for is blamed on another test
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+INSTALLED_S = 3 * PATIENCE_S
+"""As ``PATIENCE_S``, where Ray makes an environment with pip on each node first: 27 s on two idle cores, 4 minutes beside four others."""
 
 
 class Submitted:
@@ -216,7 +225,7 @@ class Submitted:
         )
         return done.stdout + done.stderr
 
-    def until(self, true: Callable[[], Any], deadline_s: float = PATIENCE_S, ended: bool = False) -> None:
+    def until(self, true: Callable[[], Any], deadline_s: float = INSTALLED_S, ended: bool = False) -> None:
         """Waits until ``true()``, while the job runs or, with ``ended``, also after its end."""
         end = time.monotonic() + deadline_s
         while not true():
@@ -226,7 +235,7 @@ class Submitted:
             assert time.monotonic() < end, f"what the test waits for did not happen within {deadline_s:g} s:\n{self.text}"
             time.sleep(0.02)
 
-    def wait(self, deadline_s: float = PATIENCE_S) -> int:
+    def wait(self, deadline_s: float = INSTALLED_S) -> int:
         """Returns its exit code."""
         try:
             return self.process.wait(deadline_s)

@@ -20,7 +20,7 @@ from elastic.state.digest import digests
 from elastic.state.region import Region
 from tests.state.nodes import AT, cluster, enter, outcome, shard_of
 from tests.state.saver import PLAN
-from tests.state.test_uploads import WHOLE, copied, until, uploading
+from tests.state.test_uploads import WHOLE, copied, turned, until, uploading
 from tests.support.cells import cell
 from tests.support.patience import PATIENCE_S
 
@@ -52,7 +52,7 @@ def test_a_save_is_not_overwritten_before_its_keeper_says_that_it_is_over(tmp_pa
             uploads.obey((1, 1), (), 2, Version(19, 2))
             assert snapshots.settle().behind == 1, "this was said before"
             uploads.obey((1, 3), (), 2, Version(5, 2))
-            time.sleep(0.1)
+            turned(uploads)
             assert snapshots.settle().behind == 1, "whoever says so does not know of the save yet"
             uploads.obey((1, 4), (), 2, Version(19, 2))
             until(lambda: snapshots.settle().behind == 0)
@@ -72,7 +72,7 @@ def test_a_save_stays_protected_when_only_the_next_one_is_given_up(tmp_path: Pat
             uploads.obey((1, 1), (before,) if under_way else (), 2, Version(7, 2))
             if under_way:
                 assert isinstance(told.next()[0], ShardSaved)
-                time.sleep(0.1)
+                turned(uploads)
                 assert region.saving
             else:
                 until(lambda: not region.saving)
@@ -184,7 +184,7 @@ def test_what_a_dead_worker_left_is_freed_once_its_save_is_over(tmp_path: Path, 
             if slots == 1:
                 until(lambda: not node.store.regions())
             else:
-                time.sleep(0.1)
+                turned(uploads)
                 assert node.store.regions()
 
 
@@ -205,11 +205,11 @@ def test_a_copy_that_a_later_world_begins_is_waited_for(
         if knows:
             snapshots.committed(replace(outcome(6), saves=True), None)
         uploads.obey((1, 1), (Save(Version(6, 2), 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 2, Version(6, 2))
-        time.sleep(0.1)
+        turned(uploads)
         assert told.events.empty(), "it may still come"
         plan = replace(PLAN, generation=3, version=version, nodes=(node.name,), lineage=((2, version.step),))
         snapshots.enter(plan, WorkerId("w0"), shard_of(version, 1, 0))
-        time.sleep(0.2)
+        turned(uploads)
         assert told.events.empty(), "it may be the copy that is being made"
         goes_on.set()
         snapshots.settle()
@@ -299,7 +299,7 @@ def test_the_failure_of_one_save_is_not_taken_for_that_of_another(tmp_path: Path
         monkeypatch.setattr(Region, "copy", begin_between)
         uploads.obey((1, 1), (Save(copy.version, 2, Layout(1, 1), (WorkerId("w0"),), (node.name,)),), 2, copy.version)
         until(lambda: looks == [1, 2])
-        time.sleep(0.2)
+        turned(uploads)
         assert told.events.empty()
         region.begin_save(copy)
         region["save_failed"] = 1
@@ -320,7 +320,7 @@ def test_a_failure_in_the_world_before_does_not_end_the_save_of_this_world(tmp_p
             event, _ = told.next()
             assert isinstance(event, SaveFailed) and "the copy failed" in event.reason
             return
-        time.sleep(0.2)
+        turned(uploads)
         assert told.events.empty()
         snapshots.enter(
             replace(PLAN, generation=3, version=Version(6, 2), nodes=(node.name,)), WorkerId("w0"), shard_of(Version(6, 2), 1, 0)

@@ -81,6 +81,20 @@ def uploading(store: KeeperStore, bucket: Path) -> Iterator[tuple[Uploads, Told]
         uploads.close()
 
 
+def turned(uploads: Uploads, count: int = 3) -> None:
+    """Waits until ``uploads`` has looked at everything so often again."""
+    done, turn = threading.Semaphore(0), uploads._turn
+
+    def counted() -> None:
+        turn()
+        done.release()
+
+    uploads._turn = counted  # type: ignore[method-assign]
+    for _ in range(count):
+        assert done.acquire(timeout=PATIENCE_S)
+    uploads._turn = turn  # type: ignore[method-assign]
+
+
 def test_a_part_of_a_layout_with_other_axes_arrives_as_it_was_sent() -> None:
     part = Part(1, 2, 3, AT, Layout(2, 1, (("columns", 2),)), 3)
     arrived = Part.from_json(json.loads(part.to_json()))
@@ -286,7 +300,7 @@ def test_a_part_that_the_bucket_takes_again_is_being_written(tmp_path: Path, mon
         if refusals < REFUSALS:
             until(lambda: uploads.uploading() == (SAVED,), what="its part is not written")
         else:
-            time.sleep(0.4)
+            turned(uploads)
             assert uploads.uploading() == ()
         assert told.events.empty()
 

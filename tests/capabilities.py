@@ -5,8 +5,9 @@ capability has failed if one of its tests has, whatever the others show.  Withou
 proven here": a skipped test proves nothing.  Results are those that
 ``tests/conftest.py`` left in pytest's cache; ids and texts are ``tests/capabilities.tsv``.
 
-Its third column says "default" where the tests that run by default prove the capability on a CPU.  After a run of all of them,
-``--check`` fails unless they did, and if any test of a capability failed.
+Its third column names the tests that prove the capability by default, on a CPU.  After a run of all tests that run by default ``--check``
+fails if one of them was not run, and if any test of a capability failed: who lets a test go, or runs it less often, names there the test
+that has its assertion.  ``--note`` writes the column by the results of such a run.
 """
 
 from __future__ import annotations
@@ -16,26 +17,33 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
+TABLE = TESTS / "capabilities.tsv"
 RESULTS = "elastic/results"
 """The key in pytest's cache."""
 
 
-def rows(path: Path = TESTS / "capabilities.tsv") -> dict[str, str]:
+def rows() -> dict[str, str]:
     """Maps each capability id to what the platform must be able to do."""
-    return {name: text for name, text, _ in _lines(path)}
+    return {name: text for name, text, _ in _lines()}
 
 
-def by_default(path: Path = TESTS / "capabilities.tsv") -> list[str]:
-    """Returns the ids of capabilities that the tests that run by default must prove."""
-    return [name for name, _, where in _lines(path) if where == "default"]
+def proofs() -> dict[str, list[str]]:
+    """Maps the ids of the capabilities that the tests that run by default prove to these tests."""
+    return {name: tests.split() for name, _, tests in _lines() if tests}
 
 
-def _lines(path: Path) -> list[list[str]]:
-    return [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+def _lines() -> list[list[str]]:
+    return [line.split("\t") for line in TABLE.read_text(encoding="utf-8").splitlines()[1:]]
+
+
+def noted(texts: Mapping[str, str], tests: Mapping[str, Sequence[str]], outcomes: Mapping[str, str]) -> str:
+    """Returns the text of the table in which the tests that passed are the proofs."""
+    proven = {name: " ".join(test for test in tests[name] if result(test, outcomes) == "passed") for name in texts}
+    return "".join("\t".join(line) + "\n" for line in [("id", "capability", "proven by"), *((n, t, proven[n]) for n, t in texts.items())])
 
 
 def carried(name: str, docstring: str, ids: Sequence[str]) -> list[str]:
@@ -81,10 +89,15 @@ def verdict_of(results: Iterable[str]) -> str:
     return next((each for each in ("FAILED", "passed", "skipped") if each.lower() in seen), "not proven here")
 
 
-def amiss(tests: Mapping[str, Sequence[str]], outcomes: Mapping[str, str], must: Collection[str]) -> list[str]:
-    """Returns the capabilities that failed, and those of ``must`` that are not proven."""
-    verdicts = {name: verdict_of(result(test, outcomes) for test in its) for name, its in tests.items()}
-    return [name for name, verdict in verdicts.items() if verdict == "FAILED" or (name in must and verdict != "passed")]
+def amiss(tests: Mapping[str, Sequence[str]], outcomes: Mapping[str, str], must: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns a sentence for each test of a capability that failed, and for each of ``must`` that was not run, or proves nothing here."""
+    found = [f"{name}: {test} failed" for name, its in tests.items() for test in its if result(test, outcomes) == "failed"]
+    for name, its in must.items():
+        results = {test: result(test, outcomes) if test in tests[name] else "does not carry this id" for test in its}
+        found += [f"{name}: {test} {how}" for test, how in results.items() if how not in ("passed", "failed", "skipped")]
+        if results and set(results.values()) == {"skipped"}:
+            found.append(f"{name}: all its tests were skipped")
+    return found
 
 
 def table(texts: Mapping[str, str], tests: Mapping[str, Sequence[str]], outcomes: Mapping[str, str]) -> Iterator[str]:
@@ -105,7 +118,8 @@ def main() -> None:
     known = rows()
     parser = argparse.ArgumentParser(description="Prints each capability, the tests that carry its id, and their last result here.")
     parser.add_argument("id", nargs="*", help="a capability's id, such as R14; all of them without one")
-    parser.add_argument("--check", action="store_true", help="fail unless what the default tests must prove is proven")
+    parser.add_argument("--check", action="store_true", help="fail unless the tests of the table prove what they must")
+    parser.add_argument("--note", action="store_true", help="write the tests that passed into the table, after a whole run")
     arguments = parser.parse_args()
     asked = arguments.id
     if unknown := [name for name in asked if name not in known]:
@@ -114,9 +128,14 @@ def main() -> None:
     cache = TESTS.parent / ".pytest_cache" / "v" / RESULTS
     outcomes = json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}
     tests = scan(TESTS, list(texts))
+    if arguments.note:
+        TABLE.write_text(noted(known, scan(TESTS, list(known)), outcomes), encoding="utf-8")
+        return
     print("\n".join(table(texts, tests, outcomes)))
-    if arguments.check and (wrong := amiss(tests, outcomes, by_default())):
-        sys.exit(f"failed, or not proven by the tests that run by default: {', '.join(wrong)}")
+    if arguments.check and not outcomes:
+        sys.exit("there are no results here: run `pytest` first")
+    if arguments.check and (wrong := amiss(tests, outcomes, {name: its for name, its in proofs().items() if name in texts})):
+        sys.exit("\n".join([*wrong, "Where another test has the assertion of one that was not run, name it in tests/capabilities.tsv"]))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ _compiled = pytest.StashKey[str]()
 
 
 FAST = ("architecture", "control", "data", "plan", "sim")
-"""Folders of tests without Ray; with the files beside them they are ``pytest -m fast``."""
+"""Folders of tests without Ray or GPUs, and mostly without processes; with the files beside them they are ``pytest -m fast``."""
 
 
 GROUPS = {"actors": "machine", "examples": "machine", "gpu": "machine", "state": "memory", "train": "memory", "sim": "simulations"}
@@ -157,7 +157,7 @@ class Results:
             if name == COUNTED:
                 self.config.stash[_counted]["/".join(nodeid.split("/")[:2]).partition("::")[0]].update(numbers)  # type: ignore[arg-type]
         outcomes = self.config.stash[_outcomes]
-        if (report.when == "call" or report.outcome != "passed") and outcomes.get(nodeid) != "failed":  # a crashed test is run once more
+        if (report.when == "call" or report.outcome != "passed") and outcomes.get(nodeid) != "failed":  # its end may fail, too
             outcomes[nodeid] = report.outcome
         if report.skipped and MUST in report.keywords:
             self.config.stash[_skipped].append(nodeid)
@@ -183,7 +183,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     cache = getattr(config, "cache", None)  # absent under -p no:cacheprovider
     if cache is not None:
-        cache.set(RESULTS, {**cache.get(RESULTS, {}), **config.stash[_outcomes]})
+        cache.set(RESULTS, {**({} if _whole(config) else cache.get(RESULTS, {})), **config.stash[_outcomes]})
         cache.set(KEY, {nodeid: round(seconds, 3) for nodeid, seconds in config.stash[_seconds].items()})
     config.stash[_skipped] += _skipped_whole(config)
     if config.stash[_skipped] and os.environ.get("CI"):

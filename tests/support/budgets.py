@@ -65,7 +65,9 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/test_threads.py": Budget(processes=2, why="threads of a process that has started none"),
     "tests/train": Budget(worlds=116, processes=7, why="what is foreseen of memory, and steps of worlds, against real ones"),
 }
-"""The budget of each folder of tests, and of each file beside them; what has no row may start nothing."""
+"""The budget of each folder of tests, and of each file beside them; what has no row may start nothing.  Of processes those count that
+``subprocess`` starts, and actors of Ray; those of ``multiprocessing``, as in the pool of ranks, are seen by the worlds that they form.
+"""
 
 _counted = Counter[str]()
 _hooked = False
@@ -143,11 +145,12 @@ def above(counted: Mapping[str, Mapping[str, int]], budgets: Mapping[str, Budget
     for folder, numbers in sorted(counted.items()):
         budget = asdict(budgets.get(folder, Budget()))
         numbers, commands = _split(numbers)
-        started = " | ".join(f"{number} × {command.removeprefix(LINE)}" for command, number in commands.items())
+        words = " | ".join(f"{number} × {command.removeprefix(LINE)}" for command, number in commands.items())
+        started = f"; started: {words}" if words else ""
         for name, number in numbers.items():
             if number > budget[name]:
                 found.append(
                     f"{folder} took {number} {name}, and its budget is {budget[name]}: show the new thing in a run that is there, let "
-                    f"another test go, or raise the budget in tests/support/budgets.py with the reason; started: {started or 'no process'}"
+                    f"another test go, or raise the budget in tests/support/budgets.py with the reason{started}"
                 )
     return found

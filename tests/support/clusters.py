@@ -182,7 +182,7 @@ class Nodes:
 
 
 INSTALLED_S = 3 * PATIENCE_S
-"""As ``PATIENCE_S``, where Ray makes an environment with pip on each node first: 27 s on two idle cores, 4 minutes beside four others."""
+"""The patience where Ray makes an environment with pip on each node first: 27 s on two idle cores, 4 minutes beside four others."""
 
 
 class Submitted:

@@ -27,7 +27,7 @@ from tests.support.nodes import Node, joined
 from tests.support.room import Room
 
 CPUS = 5
-"""CPUs of one worker; a head has 8 or a CPU a core, here 8, so it has room for one."""
+"""CPUs of one worker.  The head has a CPU for each core, and at least 8; with 8 it has room for one worker."""
 CODE = "admitted"
 BROKEN = """
 import threading

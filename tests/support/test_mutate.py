@@ -1,7 +1,8 @@
 """Breaks the product on purpose, one small change at a time: the tests of its file must notice each.
 
-``NAMED`` is kept by hand.  Its mutants once passed all tests: they break rules that the simulator does not run, or that unit tests must
-notice as well.  Each is made in a copy of the tree, never in the checkout.  The rules that the simulator runs are broken in ``tests/sim``.
+``NAMED`` is kept by hand.  Its mutants once passed all tests, or were drawn: they break rules that the simulator does not run, or that unit
+tests must notice as well.  Each is made in a copy of the tree, never in the checkout.  The rules that the simulator runs are broken in
+``tests/sim``.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ NAMED: tuple[tuple[str, ...], ...] = (
         "tests/engine/test_bits.py",
     ),
 )
-"""The mutants that passed all tests on 2026-11-23: name, file, old text, new text, and pytest's arguments.
+"""The mutants that once passed all tests, and those that were drawn: name, file, old text, new text, and pytest's arguments.
 
 Two of them are two places now, and are broken in each.
 """

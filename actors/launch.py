@@ -382,7 +382,7 @@ def start(job: Job, reference: Build, driver: str, seen: int, objects: Sequence[
     incarnation ``seen``.  ``objects`` are those of the job (:func:`~actors.objects.pack`).  Raises as :func:`elastic.runs.data.bind`.
     """
     run = Run.open(job)
-    data.bind(run, reference.data)
+    data.bind(run, reference.data, int(reference.samples))
     job = run.job
     coordinator = (
         ray.remote(concurrency_groups={"inbox": 1, "view": 4})(cluster.titled(Coordinator, job.name))

@@ -120,6 +120,8 @@ class Group:
         self._forms = ThreadPoolExecutor(2, thread_name_prefix="form")
         """Separate pools, so that forming never waits behind calls that wait for the bucket, nor manifests behind new keepers."""
         self._retention = Retention(run, incarnation, lambda sentence: self.tell(sentence))
+        self._begins = run.newest() is None
+        """True as long as the run has no checkpoint and no world has formed: workers compare the engine with plain torch then."""
         self._stores: dict[int, NodeId] = {}
         """The node that hosts the store of each generation that is not settled."""
 
@@ -129,6 +131,7 @@ class Group:
                 for worker in workers:
                     self._start(worker, avoid)
             case Form(plan=plan):
+                self._begins = False
                 self._stores[plan.generation] = plan.store_node
                 self._do(self._forms, self._form, action)
             case Go(generation, members):
@@ -231,7 +234,7 @@ class Group:
                 scheduling_strategy="SPREAD",
                 label_selector={"ray.io/node-id": f"!in({', '.join(avoid)})"} if avoid else None,
             )
-            .remote(self.job, self.token, worker, self.coordinator, self.code, self.secret, self._peers())
+            .remote(self.job, self.token, worker, self.coordinator, self.code, self.secret, self._peers(), self._begins)
         )
         self.workers[worker] = actor
         self._when_done(actor.train.remote(), actor, lambda error: self._ended(worker, error))

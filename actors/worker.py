@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from actors.coordinator import Lease
     from actors.objects import UsersCode
     from elastic.train.loop import Trainer
+    from elastic.train.step import Session
 
 DISMISSED_S = EXAMINE_S + 2
 """Seconds after which a worker that the run has given up ends itself: if it is to be examined and killed, that comes first."""
@@ -59,9 +60,17 @@ class Worker:
     """
 
     def __init__(
-        self, job: Job, run: str, worker: WorkerId, coordinator: Any, code: UsersCode, secret: bytes, peers: Sequence[str] = ()
+        self,
+        job: Job,
+        run: str,
+        worker: WorkerId,
+        coordinator: Any,
+        code: UsersCode,
+        secret: bytes,
+        peers: Sequence[str] = (),
+        begins: bool = False,
     ) -> None:
-        """``peers`` are the addresses of keepers that may have compiled code for this worker."""
+        """``peers`` are the addresses of keepers that may have compiled code for this worker; ``begins`` says that the run is a new one."""
         self.job, self.worker, self.coordinator, self.secret, self.peers, self.code = job, worker, coordinator, secret, peers, code
         self.outbox = Outbox(coordinator, job.deadlines.fence_s)
         self._made_at, self._made_with_s = time.monotonic(), time.process_time()
@@ -77,7 +86,7 @@ class Worker:
         self.apply_fence = ApplyFence(Member(worker, job.deadlines.lease_s))
         self.trainer: Trainer | None = None
         self._joined: Joined | None = None
-        self._begun, self._doing = False, "imports its libraries"
+        self._begins, self._begun, self._doing = begins, False, "imports its libraries"
         unused = threading.Timer(2 * job.deadlines.lease_s, self._leave_unused)
         unused.daemon = True
         unused.start()
@@ -114,7 +123,7 @@ class Worker:
             shared = ceil(cluster.workers_here(self.job.workers) / states)
             self._doing = "takes memory for copies and saves"
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least, shared)
-            build = replace(build_of(session), host=cluster.host())
+            build = replace(build_of(session, model), host=cluster.host())
         except gpus.WrongDevice as error:
             return self._start_failed(str(error), misset=cluster.here())
         except (Unavailable, NoRoomYet) as error:  # by the next start, the store may answer or the memory may be free
@@ -127,8 +136,8 @@ class Worker:
         self.trainer = Trainer(session, self.apply_fence, device, checkpoints, self.report)
         kind = kind_of(device, self.job.attention)
         compiled = compilers.place(self.job, build.code, kind, compiled_folder())
-        self._doing = "warms up"
         try:
+            self._compare(session, device)
             with compiled.kept(self.peers, self.secret) if compiled else contextlib.nullcontext():
                 took = choose_recompute(session, tensors, device)
             self._doing = "waits for its memory for copies and saves"
@@ -143,6 +152,15 @@ class Worker:
         took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
         print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)
         self._end(self.trainer)
+
+    def _compare(self, session: Session, device: Any) -> None:
+        """Compares the engine with plain torch, if the run is a new one.  Raises :class:`ModelError`."""
+        from elastic.train.trial import compare_with_torch
+
+        if self._begins:
+            self._doing = "compares with plain torch"
+            print(compare_with_torch(session, device), flush=True)
+        self._doing = "warms up"
 
     def _tell_how_far(self) -> None:
         """Tells the coordinator, four times in ``form_s``, that this worker gets further, until it joins or stands still.

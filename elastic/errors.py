@@ -5,7 +5,7 @@
     │   ├── CodeError            code that the job names cannot be imported
     │   ├── ModelError           the model breaks its contract
     │   │   ├── LossError        the loss breaks its contract
-    │   │   └── BufferChanged    forward or backward changes a buffer
+    │   │   └── StateChanged     forward, backward or the loss changes the state
     │   ├── LoopError            the user's loop breaks its contract
     │   └── DataError            the dataset breaks its contract, or cannot be read
     ├── WorldBroken          2   a collective failed: a peer is gone, or the world was aborted
@@ -57,8 +57,8 @@ class LossError(ModelError):
     """``loss`` names a function that does not return a sum over the terms of a microbatch and their number."""
 
 
-class BufferChanged(ModelError):
-    """Forward or backward of the model changes a buffer, whose value would then depend on which worker computed which microbatch."""
+class StateChanged(ModelError):
+    """Forward, backward or the loss changes a buffer or a parameter, so the result would depend on which worker computed what."""
 
 
 class LoopError(JobError):

@@ -75,7 +75,7 @@ from elastic.plan.retention import Keep
 from elastic.plan.stretches import Stretch, Stretches, batches, followed
 from elastic.protocol.copy_schedule import due
 
-NUMERICS = 4
+NUMERICS = 5
 """The newest number of the setting ``numerics``; a new run begins with it."""
 ROUNDS = 4
 """Microbatches of each worker in a step that keep small what is lost when the workers do not divide them evenly: a fifth at most."""
@@ -167,7 +167,13 @@ class Job(Part):
     """Number of the rules by which the bits are computed.  Leave it out: a new run begins with the newest, and each run goes on with its
     own.  1: the first worker initialises the model on its CPU.  2: every worker initialises its part on its own device.  3: besides, the
     loss is fused with the head, and attention on a GPU is by FlexAttention if blocks are compiled.  4: besides, in a model without
-    ``sharding()`` whose layers are lists or dictionaries of modules, the modules in them are the blocks.
+    ``sharding()`` whose layers are lists or dictionaries of modules, the modules in them are the blocks.  5: besides, an update leaves
+    alone what no microbatch of the step gave a gradient, as those of ``torch.optim`` do: it does not decay, and its moments stay.
+    """
+    trial: Free[Flag] = True
+    """``true`` lets a new run compare the engine with plain torch before its first step: on the model, the loss and the first two
+    microbatches, on the worker's device.  What plain torch does otherwise ends the run with a sentence; the bits are the same with and
+    without.
     """
     on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
     """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""

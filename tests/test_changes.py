@@ -54,6 +54,7 @@ OTHER: dict[str, Any] = {
     "on_driver_exit": "detach",
     "log_every": 9,
     "profile": "5-7",
+    "trial": False,
     "data.dataset": "a.b:D",
     "data.args": {"path": "/moved"},
     "data.sampling": "with_replacement",

@@ -96,6 +96,7 @@ CLUSTER = {
     "on_driver_exit": "detach",
     "log_every": 9,
     "profile": "5-7",
+    "trial": False,
     "offload": "optimizer",
     "offload_folder": "/other/disk",
     "offload_buffer_gb": 2,

@@ -31,6 +31,8 @@ KERNELS_SINCE = 3
 """The first ``numerics`` with a fused loss, and with other kernels of attention than torch's."""
 PARTS_SINCE = 4
 """The first ``numerics`` in which the parts of a container are blocks, and not the container itself, on which no rule of blocks acts."""
+UNUSED_SINCE = 5
+"""The first ``numerics`` in which an update leaves a parameter alone that no microbatch of the step gave a gradient."""
 
 
 class Part(BaseModel):

@@ -3,10 +3,14 @@
 The next microbatch is a function of the step, the data rank and the deal.  So there is nothing to save or restore, and a move to another
 step, rank or world only drops what was read ahead.  One thread does all the reading, that of :meth:`Loader.read` too, so a dataset
 need not be thread-safe.  An exception of the dataset is raised where the microbatch is asked for, with the ids of its samples.
+
+The first microbatches are read by the caller, who looks whether the dataset draws from the generators from which the model draws, too
+(``apart.py``).  If it does, the caller reads all of them, with generators that are seeded by their ids.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 from collections import deque
@@ -16,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from elastic.data.apart import apart
 from elastic.data.cursor import Cursor
 from elastic.errors import DataError
 from elastic.imports import failure
@@ -25,6 +30,8 @@ from storage.errors import Unavailable
 Batch = dict[str, Any]
 """Tensors by name, each of shape [microbatch, ...]."""
 Ids = tuple[int, ...]
+LOOKED_AT = 8
+"""Number of reads by which a loader finds out whether its dataset draws random numbers from the model's generators."""
 Round = tuple[int, int | None, Ids, Batch | None]
 """One round: (round, microbatch that the rank runs in it, its sample ids, their batch).  An idle round has None, () and None."""
 
@@ -75,10 +82,13 @@ class Loader:
         self._final = cursor.batches.final // microbatch
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") if prefetch else None
         self._next: Reading | None = None
-        self._ahead: deque[tuple[Ids, Future[Batch]]] = deque()
+        self._ahead: deque[tuple[Ids, Future[Batch] | None]] = deque()
         self._unread: Iterator[Ids] = iter(())
         self.vocab: int | None = None
         """Number of tokens that the model knows, if those of samples are to be compared with it."""
+        self.draws = False
+        """True once the dataset was seen to draw from the generators of the model, or to seed them."""
+        self._looked_at = 0
         self.waited_s = 0.0
         """Seconds that callers have waited for batches."""
 
@@ -105,7 +115,8 @@ class Loader:
         A read that is under way for the old place ends by itself, and its result is dropped.
         """
         for _, future in self._ahead:
-            future.cancel()
+            if future is not None:
+                future.cancel()
         self._ahead.clear()
         self._next = Reading(step, round_, data_rank, deal)
         self._unread = self._work(self._next)
@@ -122,13 +133,13 @@ class Loader:
 
     def read(self, ids: Ids) -> Batch:
         """Reads the samples ``ids`` at once."""
-        return self._await(self._reader.submit(self._read, ids) if self._reader else None, ids)
+        return self._await(self._submitted(ids), ids)
 
     def each(self, blocks: Iterable[Ids]) -> Iterator[Batch]:
         """Yields the samples of each of ``blocks``, and reads ahead meanwhile."""
         under_way = deque[tuple[Ids, Future[Batch] | None]]()
         for ids in blocks:
-            under_way.append((ids, self._reader.submit(self._read, ids) if self._reader else None))
+            under_way.append((ids, self._submitted(ids)))
             if len(under_way) > self.prefetch:
                 yield self._next_of(under_way)
         while under_way:
@@ -153,13 +164,38 @@ class Loader:
         """Returns the batch of ``future``, or reads ``ids`` here, and adds the time to ``waited_s``."""
         began = self._clock()
         try:
-            return future.result() if future is not None else self._read(ids)
+            if future is None:
+                future = self._submitted(ids)
+            return future.result() if future is not None else self._read_here(ids)
         finally:
             self.waited_s += self._clock() - began
 
+    def _submitted(self, ids: Ids) -> Future[Batch] | None:
+        """Lets the thread read ``ids``; returns None if the caller is to read them when they are needed."""
+        if self._reader is None or self.draws or self._looked_at < LOOKED_AT:
+            return None
+        return self._reader.submit(self._read, ids)
+
+    def _read_here(self, ids: Ids) -> Batch:
+        """Reads in the caller's thread, and leaves the generators of the model as they are."""
+        if not self.draws and self._looked_at >= LOOKED_AT:
+            return self._read(ids)
+        with apart(int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=8).digest(), "little") >> 1) as drawn:
+            batch = self._read(ids)
+            drew = drawn()
+        self._looked_at += 1
+        if drew and not self.draws:
+            self.draws = True
+            print(
+                f"{self.named}: read() draws from the default generators of torch, Python or numpy, or seeds them, as the model does: it "
+                f"is called when samples are needed, and not ahead; a generator of its own (torch.Generator().manual_seed(id)) is faster",
+                flush=True,
+            )
+        return batch
+
     def _top_up(self) -> None:
         while self._reader is not None and len(self._ahead) < self.prefetch and (ids := next(self._unread, None)) is not None:
-            self._ahead.append((ids, self._reader.submit(self._read, ids)))
+            self._ahead.append((ids, self._submitted(ids)))
 
     def _work(self, reading: Reading) -> Iterator[Ids]:
         """Yields the sample ids of every microbatch of the rank from ``reading`` on, without end; none for a rank that always idles."""

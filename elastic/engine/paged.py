@@ -18,15 +18,17 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -83,13 +85,69 @@ Order = Sequence[tuple[str, torch.Size]]
 """The name and the shape of every parameter and buffer in the order in which they are registered; "" if it is replaced later."""
 
 
-def names_of(build: Callable[[], nn.Module]) -> tuple[Order, tuple[str, ...]]:
-    """Builds the model on the meta device; returns its :data:`Order`, and the names of its parameters and buffers."""
+class Fact(NamedTuple):
+    """The engine takes these from a parameter or buffer beside its values when the model is built, and never later."""
+
+    trained: bool
+    kind: type
+    hooks: int
+    """The number of hooks on its gradient."""
+
+
+def facts_of(model: nn.Module) -> dict[str, Fact]:
+    """Returns the facts of each parameter and buffer, by name."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: Fact(each.requires_grad, type(each), len(each._backward_hooks or ())) for name, each in tensors}
+
+
+def sharing(model: nn.Module) -> tuple[str, str] | None:
+    """Returns the names of a parameter and of another tensor of ``model`` that has part of the same memory; None if there is none."""
+    ends = dict[int, list[tuple[int, int, str, bool]]]()
+    parameters = dict(model.named_parameters())
+    for name, each in (*parameters.items(), *model.named_buffers()):
+        if not is_lazy(each) and each.numel():
+            first = int(each.storage_offset()) * each.element_size()
+            last = first + int(1 + sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True))) * each.element_size()
+            ends.setdefault(torch.Tensor.untyped_storage(each)._cdata, []).append((first, last, name, name in parameters))
+    for there in ends.values():
+        for (_, last, name, is_parameter), (first, _, other, other_is) in pairwise(sorted(there)):
+            if first < last and (is_parameter or other_is):
+                return name, other
+    return None
+
+
+def names_of(build: Callable[[], nn.Module]) -> tuple[Order, dict[str, Fact]]:
+    """Builds the model on the meta device; returns its :data:`Order`, and the facts of its parameters and buffers by name."""
     order: list[Tensor] = []
     with _registering(order.append), without_memory():
         model = build()
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    return [(names.get(id(tensor), ""), tensor.shape) for tensor in order], tuple(names.values())
+    return [(names.get(id(tensor), ""), tensor.shape) for tensor in order], facts_of(model)
+
+
+def refuse_other_than_values(before: Mapping[str, Fact], model: nn.Module) -> None:
+    """Raises :class:`ModelError` if ``init_weights()`` has done more to ``model`` than to give values."""
+    after = facts_of(model)
+    if more := next((name for name in after if name not in before), ""):
+        raise ModelError(
+            f"init_weights() added {more!r} to the model, or put it in the place of a tied or empty one; register it in the constructor, "
+            f"since each worker builds the model again and calls init_weights() in a new run only"
+        )
+    for name, fact in before.items():
+        if (now := after.get(name, fact)).trained != fact.trained:
+            done, word = ("froze", "freeze") if fact.trained else ("unfroze", "unfreeze")
+            raise ModelError(
+                f"init_weights() {done} {name!r}; {word} it where the model is built, in the constructor or in build(), since each worker "
+                f"builds it again and calls init_weights() in a new run only"
+            )
+        if now[1:] != fact[1:]:
+            what = f"made {name!r} a {now.kind.__name__}" if now.kind != fact.kind else f"changed the hooks on the gradient of {name!r}"
+            raise ModelError(f"init_weights() {what}; do that where the model is built, in the constructor or in build()")
+    if names := sharing(model):
+        raise ModelError(
+            f"after init_weights() {names[0]!r} and {names[1]!r} are in the same memory; make them one parameter where the model is built, "
+            f"as self.head.weight = self.embed.weight does, or copy the values"
+        )
 
 
 def initialise(
@@ -106,11 +164,11 @@ def initialise(
     ``moved`` is called before each operation.  Returns the number of passes, and the largest number of bytes of pages at once.  Raises what
     the user's code and the callbacks raise.
     """
-    (order, names), needed, peak = names_of(build), set[tuple[int, int]](), 0
+    (order, facts), needed, peak = names_of(build), set[tuple[int, int]](), 0
     for number in range(1, PASSES + 1):
-        pages = Pages(order, names, needed, keep, lay, moved, resident, everything=number == PASSES)
+        pages = Pages(order, facts, needed, keep, lay, moved, resident, everything=number == PASSES)
         try:
-            with _seeded(seed):
+            with seeded(seed):
                 pages.run(build, device)
         except _Lost:
             pass
@@ -127,7 +185,7 @@ def initialise(
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seeds every usual source of randomness, and puts those of Python and numpy back at the end."""
     torch.manual_seed(seed)
     numpy: Any = sys.modules.get("numpy")
@@ -185,7 +243,7 @@ class Pages(TorchDispatchMode):
     def __init__(
         self,
         order: Order,
-        names: Sequence[str],
+        facts: Mapping[str, Fact],
         needed: set[tuple[int, int]],
         keep: Keep,
         lay: Lay,
@@ -194,7 +252,7 @@ class Pages(TorchDispatchMode):
         everything: bool,
     ) -> None:
         super().__init__()
-        self.order, self.names, self.needed, self.keep, self.lay = order, names, needed, keep, lay
+        self.order, self.facts, self.needed, self.keep, self.lay = order, facts, needed, keep, lay
         self.moved, self.resident, self.everything = moved, resident, everything
         self.again: set[tuple[int, int]] = set()
         """The pages, with visits, whose values were lost and then read."""
@@ -240,13 +298,14 @@ class Pages(TorchDispatchMode):
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
-        for name in self.names:
+        for name in self.facts:
             if name not in final:
                 raise ModelError(f"init_weights() removed {name!r} from the model; leave it, since a checkpoint has it")
             self._add(name, final[name])
+        refuse_other_than_values(self.facts, model)
         for page in list(self.live.values()):
             self._leave(page)
-        for name in self.names:
+        for name in self.facts:
             tensor, its = final[name], self.pages.get(final[name].untyped_storage()._cdata)
             if its is not None and (name, id(tensor)) in its.kept:
                 continue

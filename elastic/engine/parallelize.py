@@ -15,7 +15,7 @@ from elastic.config.sections import KERNELS_SINCE
 from elastic.engine.activations import apply_activations
 from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.gathers import COLLECTIVES
-from elastic.engine.axes.split import Split, apply_fp8_gather, apply_fsdp, apply_sync, keep_streams, settle
+from elastic.engine.axes.split import Split, apply_fp8_gather, apply_fsdp, apply_sync, keep_streams, keep_their_kind, settle
 from elastic.engine.axes.visits import Visits
 from elastic.engine.axes.whole import Whole
 from elastic.engine.batch_norm import Statistics, apply_batch_norm
@@ -52,13 +52,13 @@ def parallelize(
     """
     if world.device.type == "cuda":  # an earlier world may still use memory there that is free again
         torch.cuda.current_stream().wait_stream(stream(COLLECTIVES, world.device))
-    aliases, table = _aliases(blueprint), sharding_table(blueprint)
+    aliases, table = aliases_of(blueprint), sharding_table(blueprint)
     deal = deal_of(job.microbatches, job.reduction.block, world.layout, world.nodes)
     scheme = scheme_of(job)(world, deal, deferred=job.zero == 1)
     apply_kernels(blueprint, world.device, job)
     if getattr(blueprint, "attends", None) is Kernel.FLASH_4:
         _open_flash_4()
-    precision = precision_of(job)
+    precision = precision_of(job, blueprint)
     if precision.fp8 is not None:
         apply_fp8(blueprint, table, precision.fp8)
     apply_recompute(blueprint, table, job.recompute)
@@ -77,13 +77,19 @@ def parallelize(
         for module in blueprint.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 module._buffers[name] = torch.empty_like(buffer, device=world.device)
-        _tie(blueprint, aliases)
+        tie(blueprint, aliases)
         return blueprint, parameters, scheme, statistics
+    before = {
+        (module, name): parameter
+        for module in blueprint.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
     fp8 = apply_fp8_gather(blueprint, world, table, precision)
     apply_fsdp(blueprint, world, table, precision)
     apply_sync(blueprint, scheme, precision)
     blueprint.to_empty(device=world.device)
-    _tie(blueprint, aliases)
+    keep_their_kind(blueprint, before)
+    tie(blueprint, aliases)
     if fp8 is not None:
         settle(blueprint)
     if world.device.type == "cuda":
@@ -184,6 +190,11 @@ def shared_across(model: nn.Module) -> tuple[str, str] | None:
     return None
 
 
+def without_dimensions(model: nn.Module) -> str:
+    """Returns the name of a parameter without dimensions, or "".  FSDP2 cannot cut it, so such a model cannot be in stage 3 of ZeRO."""
+    return next((name for name, parameter in model.named_parameters() if not parameter.dim()), "")
+
+
 def unlike_within(model: nn.Module) -> tuple[str, str] | None:
     """Returns two trained parameters with different dtypes in one block, or in the rest of the model; None if there are none.
 
@@ -205,7 +216,7 @@ def _units(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
         yield next((unit for end in range(1, len(parts)) if (unit := ".".join(parts[:end])) in blocks), ""), name, parameter
 
 
-def _aliases(model: nn.Module) -> list[list[tuple[str, str]]]:
+def aliases_of(model: nn.Module) -> list[list[tuple[str, str]]]:
     """Returns the groups of (module, attribute) that are one tied parameter, or one buffer."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for module_name, module in model.named_modules():
@@ -215,7 +226,7 @@ def _aliases(model: nn.Module) -> list[list[tuple[str, str]]]:
     return [group for group in owners.values() if len(group) > 1]
 
 
-def _tie(model: nn.Module, aliases: list[list[tuple[str, str]]]) -> None:
+def tie(model: nn.Module, aliases: list[list[tuple[str, str]]]) -> None:
     """Ties parameters and buffers again after each owner got memory of its own."""
     for (first_module, first), *rest in aliases:
         tensor = getattr(model.get_submodule(first_module), first)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from elastic.engine.fp8 import Recipe
 from elastic.job import Job
@@ -27,6 +28,8 @@ class Precision:
     fp8: Recipe | None = None
     wire: torch.dtype | None = None
     """The dtype to which gradients are rounded before they travel or are added; None leaves them as they are."""
+    casts_inputs: bool = True
+    """True if floating-point inputs of the model and of its blocks are cast to ``compute``; else the model casts what its layers need."""
 
 
 PRECISIONS = {
@@ -42,6 +45,6 @@ WIRES = {"fp32": None, "bf16": torch.bfloat16}
 """The dtypes of gradients on their way, by the names that ``reduction.wire`` accepts."""
 
 
-def precision_of(job: Job) -> Precision:
-    """Returns the policy of a job."""
-    return replace(PRECISIONS[job.precision], wire=WIRES[job.reduction.wire])
+def precision_of(job: Job, model: nn.Module | None = None) -> Precision:
+    """Returns the policy of a job.  Its ``model`` may say ``casts_inputs = False``."""
+    return replace(PRECISIONS[job.precision], wire=WIRES[job.reduction.wire], casts_inputs=getattr(model, "casts_inputs", True))

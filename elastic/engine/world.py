@@ -292,9 +292,9 @@ class World:
             self.staging.buffer(key, like)
 
     def to_device(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns ``tensor`` on the device, without waiting for the device.  Each ``key`` may have one copy in flight."""
+        """Returns a copy of ``tensor`` on the device, without waiting for the device.  Each ``key`` may have one copy in flight."""
         if self.device.type == "cpu":
-            return tensor
+            return tensor.clone()
         host = self.staging.buffer(key, tensor)
         host.copy_(tensor)
         return host.to(self.device, non_blocking=True)

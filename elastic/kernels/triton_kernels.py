@@ -33,19 +33,21 @@ def _cross_entropy(logits, targets, losses, vocab, stride, COLUMNS: tl.constexpr
         total = total * tl.exp(top - higher) + tl.sum(tl.exp(some - higher), 0)
         top = higher
     valid = target >= 0
-    chosen = tl.load(logits + tl.where(valid, target, 0)).to(tl.float32)
+    chosen = tl.load(logits + tl.where(valid & (target < vocab), target, 0)).to(tl.float32)
+    chosen = tl.where(target < vocab, chosen, float("nan"))
     tl.store(losses + row, tl.where(valid, top + tl.log(total) - chosen, 0.0))
     for first in range(0, vocab, COLUMNS):
         here = first + columns
         some = tl.load(logits + here, mask=here < vocab, other=float("-inf")).to(tl.float32)
         grad = tl.exp(some - top) / total - tl.where(here == target, 1.0, 0.0)
+        grad = tl.where(target < vocab, grad, float("nan"))
         tl.store(logits + here, tl.where(valid, grad, 0.0).to(logits.dtype.element_ty), mask=here < vocab)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
     """Writes the cross-entropy of each row of ``logits`` [rows, vocab] into ``losses`` (float32), and its gradient over the logits.
 
-    Rows whose target is negative are masked: zeros.
+    Rows whose target is negative are masked: zeros.  Those whose target is beyond the vocabulary are NaN, so that no step applies them.
     """
     rows, vocab = logits.shape
     if rows:

@@ -27,6 +27,10 @@ class Build:
     """The dataset's fingerprint."""
     held_out: str = ""
     """The fingerprint of the samples of the validation, and their number; "" without one."""
+    samples: str = ""
+    """The number of samples."""
+    model: str = ""
+    """The digest of the model's tensors in their order: names, shapes, formats, which are trained, and their blocks."""
 
 
 _PARTS = {
@@ -36,6 +40,14 @@ _PARTS = {
     "ray": ("Ray is", "install the same Ray on every node"),
     "code": ("the code that the job names is", "give every node the same files: submit them with the job (--working-dir)"),
     "data": ("the data's fingerprint is", "let data.args name what every node sees as the same data"),
+    "samples": (
+        "the dataset's length is",
+        "let every node see all samples, and let fingerprint() change with them: a folder that is not complete yet has fewer",
+    ),
+    "model": (
+        "the digest of the model's tensors, in their order, is",
+        "let build() make the same modules in the same order in every process: sort what comes from a set or os.listdir()",
+    ),
     "held_out": ("the fingerprint of the held-out data is", "let validation.args name what every node sees as the same data"),
 }
 

@@ -1,6 +1,7 @@
 """Binds a run to the samples that it was begun on, wherever they are stored.
 
-Their fingerprint is in ``<run>/data.json``.  A fork that has not trained has none, and has the samples of the run that it was forked from.
+Their fingerprint and their number are in ``<run>/data.json``.  A fork that has not trained has none, and has the samples of the run that it
+was forked from.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from storage.documents import seal, unseal
 from storage.errors import Exists, Missing
 
 
-def bind(run: Run, fingerprint: str) -> None:
+def bind(run: Run, fingerprint: str, samples: int) -> None:
     """Binds the run to its samples.  Raises like :func:`check`."""
-    if check(run, fingerprint):
+    if check(run, fingerprint, samples):
         return
-    about = {"format": 1, "fingerprint": fingerprint, "args": run.job.data.args}
+    about = {"format": 1, "fingerprint": fingerprint, "samples": samples, "args": run.job.data.args}
     try:
         run.store.put_if_absent(f"{run.job.name}/data.json", seal(about))
     except Exists:  # another command was faster
-        check(run, fingerprint)
+        check(run, fingerprint, samples)
 
 
-def check(run: Run, fingerprint: str) -> bool:
+def check(run: Run, fingerprint: str, samples: int) -> bool:
     """Returns whether the run is bound to its samples, and not only the run that it was forked from, whose samples it has.
 
     Raises :class:`JobError` if the run, or that one, was begun on other samples.
@@ -42,5 +43,11 @@ def check(run: Run, fingerprint: str) -> bool:
             f"data.args = {run.job.data.args}: the dataset has the fingerprint {fingerprint}, but the run {run.job.name!r} in "
             f"bucket = {run.job.bucket!r} was begun on {found['fingerprint']} (data.args = {found['args']}); "
             f"give this run another name, or the data it was begun on"
+        )
+    if (begun_on := found.get("samples", samples)) != samples:  # runs of earlier versions did not note it
+        raise JobError(
+            f"data.args = {run.job.data.args}: the dataset has {samples} samples, but the run {run.job.name!r} in "
+            f"bucket = {run.job.bucket!r} was begun on {begun_on} with the same fingerprint, and the order of samples depends on their "
+            f"number; give this run another name, or the data it was begun on, and let fingerprint() change with the samples"
         )
     return name == run.job.name

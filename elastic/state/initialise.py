@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.engine import paged
+from elastic.engine.axes.base import with_rows
 from elastic.errors import JobError, ModelError
 from elastic.plan.copy_budget import amount
 from elastic.plan.placement import held
@@ -83,6 +84,8 @@ def _by_itself(
 
 def cut(state: State, tensor: Tensor, whole: torch.Tensor) -> None:
     """Copies this member's boxes of a whole tensor into its shard."""
+    if tensor.kind == "parameter":
+        whole = with_rows(whole)
     if tuple(whole.shape) != tensor.shape:
         there = f"the shape {tensor.shape} on the meta device, and {tuple(whole.shape)} on {whole.device}"
         raise ModelError(f"{tensor.name!r} of model = {state.job.model!r} has {there}; build the same model on every device")

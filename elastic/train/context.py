@@ -86,6 +86,8 @@ class Context:
                 yield step
                 if step.failed is not None:
                     raise step.failed
+                if self.job.loop:
+                    self._state.guard.check()
                 self._expect(step.outcome is not None, f"step {step.number} is not committed; call step.commit(), and do not skip a step")
         self._over = True
         if self._state.shard.version.step < self.job.steps:

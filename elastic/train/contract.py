@@ -21,7 +21,7 @@ from elastic.engine.batch_norm import about_one_value
 from elastic.errors import DataError, ElasticError, LossError, ModelError
 from elastic.imports import failure
 from elastic.protocol.commit_record import is_count
-from elastic.train.model import State
+from elastic.train.model import State, about_meta
 from elastic.train.step import Session, compare_tokens, loss_of, microbatch_seed, seed_all
 from elastic.train.terms import CONTRACT, wrong_count
 
@@ -47,6 +47,7 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
     with torch.no_grad(), _without_compiling():
         state.model.eval()
         state.parameters.begin_round(0, last=True)
+        state.guard.begin()
         try:
             found = _tried(session, state, batch)
         except OutOfMemory:
@@ -70,6 +71,7 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
             raise
         except Exception:  # a boundary: the user's code need not know other sizes than that of a microbatch
             print(f"the loss was not tried on halves of a microbatch:\n{traceback.format_exc()}", flush=True)
+        state.guard.check()
 
 
 def _without_compiling() -> AbstractContextManager[Any]:
@@ -98,7 +100,7 @@ def _read(session: Session) -> dict[str, Any]:
 def _tried(session: Session, state: State, batch: dict[str, Any]) -> tuple[float, float]:
     """Returns the loss of the microbatch, and its count.  Raises :class:`LossError` if that is no number of terms."""
     seed_all(microbatch_seed(session.job.seed, 0, 0), state.world.device)
-    loss, count = loss_of(session, state.model, {name: value.to(state.world.device) for name, value in batch.items()})
+    loss, count = loss_of(session, state.model, {name: value.to(state.world.device, copy=True) for name, value in batch.items()})
     state.parameters.end_forward()
     if not is_count(float(count)):
         raise LossError(wrong_count(f"loss = {session.job.loss!r}", float(count), "the first microbatch"))
@@ -115,7 +117,7 @@ def _try_with_gradients(session: Session, state: State, batch: dict[str, Any]) -
         raise
     except Exception as error:  # the user's code may raise anything
         shapes = ", ".join(f"{name!r} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for name, value in batch.items())
-        mend = about_one_value(error, job) or "mend the model, the loss or the dataset"
+        mend = about_one_value(error, job) or about_meta(error, state.model) or "mend the model, the loss or the dataset"
         raise ModelError(
             f"model = {job.model!r} with loss = {job.loss!r} failed with {failure(error)}; the microbatch had {shapes}: {mend}"
         ) from None
@@ -131,7 +133,7 @@ def _check(session: Session, state: State, read: dict[str, Any]) -> None:
 
     def lost(first: int, last: int, draw: int = 0) -> tuple[float, float]:
         seed_all(microbatch_seed(job.seed, 0, draw), world.device)
-        loss, count = loss_of(session, state.model, {name: value[first:last] for name, value in batch.items()})
+        loss, count = loss_of(session, state.model, {name: value[first:last].clone() for name, value in batch.items()})
         state.parameters.end_forward()
         return float(loss), float(count)
 

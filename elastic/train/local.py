@@ -61,6 +61,7 @@ from elastic.train.own_metrics import Metrics
 from elastic.train.profiler import Profiler
 from elastic.train.session import held_out_of, make_session, make_snapshots, prepare_process
 from elastic.train.step import Session, Step
+from elastic.train.trial import compare_with_torch
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import Damaged, StorageError, Unavailable
@@ -100,7 +101,9 @@ def _train(run: Run, incarnation: int, device: torch.device, show: Callable[[Lin
         if job.offloads:
             tensors = tensors_of(build_model(job, session.builder), session.rule)
             session.snapshots = make_snapshots(job, tensors, device, session.counters, session.faults)
-        data.bind(run, session.loader.dataset.fingerprint())
+        if not start.history.saved and (said := compare_with_torch(session, device)):
+            show(Sentence(time.time(), said))
+        data.bind(run, session.loader.dataset.fingerprint(), len(session.loader.dataset))
         world = World.alone(device, generation=start.generation + 1)
         local, ended = _Local(run, session, world, start, show), False
         try:

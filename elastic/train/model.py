@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -13,14 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elastic.config.sections import PARTS_SINCE
+from elastic.engine import paged
+from elastic.engine.axes.base import shape_of
 from elastic.engine.axes.whole import Whole
 from elastic.engine.layers import Layers
 from elastic.engine.loss_scale import SCALARS, is_scaled
 from elastic.engine.meta import without_memory
 from elastic.engine.optim.base import Optimizer, Part, Rule
-from elastic.engine.parallelize import matrices_of, parallelize, shared_across, unlike_within
+from elastic.engine.parallelize import matrices_of, parallelize, sharding_table, shared_across, unlike_within, without_dimensions
 from elastic.engine.spikes import Spikes
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
@@ -31,6 +36,7 @@ from elastic.plan.placement import cell_of, held
 from elastic.state.shard import DTYPE_NAMES, DTYPES, Home, Key, Shard
 from elastic.state.streaming import Moments, fetch, group_bytes, groups_of, put, through
 from elastic.train.arithmetic import Arithmetic
+from elastic.train.guards import Guard
 from storage.errors import Unavailable
 from storage.slices import Tensor, Version, nbytes
 
@@ -38,6 +44,9 @@ AS_IT_BEGAN = "go on with the code and the settings that the run began with, or 
 AS_IT_IS_THERE = "use the model and the model_args of that run"
 UPDATES = Tensor("updates", "scalar", "F32", ())
 """Number of updates that were applied; a step that is skipped does not count."""
+
+MISSED = "updates.missed"
+"""Name of the scalars that count, for each trained parameter, the updates that left it alone."""
 
 BUFFERS = ("buffer", "constant")
 """Kinds of buffers: those that the model saves (persistent), and those that it does not."""
@@ -65,6 +74,7 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
         raise ModelError(f"model_args = {job.model_args}: {named} failed with {failure(error)}; {_fix_of(error)}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"model = {job.model!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
+    _check_parameters(job, model)
     if not callable(getattr(model, "init_weights", None)):
         raise ModelError(
             f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add one that sets every parameter"
@@ -79,8 +89,6 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ModelError(f"{name!r} of {job.model!r} has sparse = True, and sparse gradients cannot be summed; leave sparse out")
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            raise ModelError(f"parameter {name!r} of {job.model!r} has no dimensions and cannot be split; make it a tensor of shape [1]")
         if parameter.numel() == 0:
             raise ModelError(
                 f"parameter {name!r} of {job.model!r} has no elements (shape {[*parameter.shape]}); correct model_args = {job.model_args}"
@@ -92,6 +100,29 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
     return model
 
 
+def _check_parameters(job: Job, model: nn.Module) -> None:
+    """Raises :class:`ModelError` for a parameter that cannot be part of the state, or not as the one that it is."""
+    for name, parameter in model.named_parameters():
+        named = f"parameter {name!r} of {job.model!r}"
+        if is_lazy(parameter):
+            raise ModelError(f"{named} has no shape before the first forward pass; name its sizes, as nn.Linear in place of nn.LazyLinear")
+        if is_traceable_wrapper_subclass(parameter):
+            raise ModelError(
+                f"{named} is a {type(parameter).__name__}, whose values are in other tensors, which cannot be cut into rows; register "
+                f"these tensors as parameters"
+            )
+        if parameter._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"{named} has a hook that gets the gradient after it is added (register_post_accumulate_grad_hook), and gradients are "
+                f"added over workers first; use register_hook, which gets that of each microbatch, or optim.kind for an update"
+            )
+    if names := paged.sharing(model):
+        raise ModelError(
+            f"{names[0]!r} and {names[1]!r} of {job.model!r} are two tensors in the same memory, and one of them would lose it; make them "
+            f"one parameter, as self.head.weight = self.embed.weight does"
+        )
+
+
 def by_the_rules_of(model: Any, job: Job) -> None:
     """Lets ``model`` have the blocks that the ``numerics`` of ``job`` ask for."""
     model.whole_containers = job.numerics < PARTS_SINCE
@@ -99,6 +130,11 @@ def by_the_rules_of(model: Any, job: Job) -> None:
 
 def _fix_of(error: Exception) -> str:
     """Returns what to do about an exception of a builder."""
+    if "meta tensors" in str(error):
+        return (
+            "a model is built on the meta device, without values: compute a number without a tensor, or with one on the CPU, as "
+            "torch.linspace(0, 0.3, 3, device='cpu')"
+        )
     if not any(
         frame.name == "from_pretrained" and "modeling_utils" in frame.filename for frame in traceback.extract_tb(error.__traceback__)
     ):
@@ -109,27 +145,62 @@ def _fix_of(error: Exception) -> str:
     )
 
 
+def about_meta(error: Exception, model: nn.Module) -> str:
+    """Returns what to do about an error of tensors without values, which are in no place that the engine knows; "" for any other error."""
+    if "meta" not in str(error):
+        return ""
+    tables, modules = list[str](), list[str]()
+    for where, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                name = f"{where}.{key}" if where else key
+                some = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+                tables += [name for each in some if isinstance(each, torch.Tensor) and each.is_meta]
+                modules += [name for each in some if isinstance(each, nn.Module) and any(p.is_meta for p in each.parameters())]
+    said = list[str]()
+    if tables:
+        said.append(
+            f"{', '.join(map(repr, tables))}: a tensor in a plain attribute has no values, since the model is built on the meta device; "
+            f"register it (self.register_buffer(name, tensor, persistent=False)), or compute it in forward"
+        )
+    if modules:
+        said.append(f"{', '.join(map(repr, modules))}: modules in a list or dictionary have no values; put them into an nn.ModuleList")
+    return "; ".join(said)
+
+
 def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
     """Returns every tensor of the state in a fixed order: parameters, their moments by ``rule``, buffers, and scalars.
 
     Raises :class:`ModelError` if the rule is for matrices of blocks, and the model has none.
     """
-    found, matrices = [], matrices_of(model)
+    found, matrices, trained = [], matrices_of(model), 0
     if rule.matrix_moments is not None and not matrices:
         raise ModelError(
             "the optimizer is for the weights with two dimensions inside the model's blocks, and there are none; name the blocks in "
             "sharding(), or take another optim.kind"
         )
     for name, parameter in model.named_parameters():
-        found.append(Tensor(name, "parameter", DTYPE_NAMES[parameter.dtype], tuple(parameter.shape)))
+        shape = shape_of(parameter)
+        found.append(Tensor(name, "parameter", DTYPE_NAMES[parameter.dtype], shape))
         if parameter.requires_grad:
+            trained += 1
             moments = rule.moments_of(is_matrix=name in matrices)
             dtype = DTYPE_NAMES[rule.moments_dtype or parameter.dtype]
-            found += [Tensor(name, f"moment.{moment}", dtype, tuple(parameter.shape)) for moment in moments]
+            found += [Tensor(name, f"moment.{moment}", dtype, shape) for moment in moments]
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
-    return (*found, UPDATES, *(_scalar(name) for name in rule.scalars), *rule.kept)
+    counted = (Tensor(MISSED, "scalar", "F32", (trained,)),) if rule.counts and trained else ()
+    return (*found, UPDATES, *counted, *(_scalar(name) for name in rule.scalars), *rule.kept)
+
+
+def digest_of(model: nn.Module) -> str:
+    """Returns a digest of all that members must have in common to add their gradients: each tensor in its order, and its block."""
+    blocks = sharding_table(model).blocks
+    tensors = [
+        (name, [*each.shape], str(each.dtype), each.requires_grad) for name, each in (*model.named_parameters(), *model.named_buffers())
+    ]
+    return hashlib.blake2b(repr((tensors, blocks)).encode(), digest_size=6).hexdigest()
 
 
 def begun_anew(job: Job, rule: Rule) -> set[Tensor]:
@@ -146,7 +217,7 @@ def in_its_stage(job: Job, model: nn.Module) -> Job:
 
     Its layouts are those of another job, so plans are made with ``job`` itself.
     """
-    return job.in_stage(2) if job.zero == "auto" and (shared_across(model) or unlike_within(model)) else job
+    return job.in_stage(2) if job.zero == "auto" and (shared_across(model) or unlike_within(model) or without_dimensions(model)) else job
 
 
 def misfit(job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], version: Version, fix: str = AS_IT_BEGAN) -> str:
@@ -209,16 +280,17 @@ class State:
     def __init__(self, job: Job, builder: Builder, rule: Rule, world: World, version: Version, home: Home | None = None) -> None:
         blueprint = build_model(job, builder)
         self.tensors = tensors_of(blueprint, rule)
-        shapes = {name: tuple(parameter.shape) for name, parameter in blueprint.named_parameters()}
+        shapes = {name: shape_of(parameter) for name, parameter in blueprint.named_parameters()}
         self.rows, matrices = {name: shape[0] for name, shape in shapes.items()}, matrices_of(blueprint)
         decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
         self.job, self.world = job, world
         self.layers = Layers.of(blueprint)
         self.arithmetic = Arithmetic(blueprint, world, job.precision)
         self.model, self.parameters, self.sync, self.statistics = parallelize(blueprint, world, job)
-        places = ((name, *name.rpartition(".")[::2]) for name, _ in self.model.named_buffers())
-        self._buffers = [(name, self.model.get_submodule(owner), key) for name, owner, key in places]
+        self.guard = Guard(self.model, self.parameters, world, job.model)
         self._modules, self._put_into_training = [*self.model.modules()], False
+        self.used: torch.Tensor | None = None
+        """It has a 0 for each trained parameter that no microbatch of the prepared step gave a gradient; None if there is none."""
         self.tried = False
         """True once a microbatch was computed."""
         local = self.parameters.parts
@@ -249,7 +321,8 @@ class State:
                 case kind if kind in BUFFERS:
                     value = buffers[tensor.name]
                 case "scalar":
-                    value = self.optimizer.updates if tensor == UPDATES else (self.optimizer.scalars | self.optimizer.kept)[tensor.name]
+                    own = {UPDATES.name: self.optimizer.updates, MISSED: self.optimizer.missed}
+                    value = (own | self.optimizer.scalars | self.optimizer.kept)[tensor.name]
                 case moment:
                     value = self.optimizer.parts[tensor.name].moments[moment.removeprefix("moment.")]
             expected, found = held(tensor, cell).shape, tuple(value.shape)
@@ -306,20 +379,14 @@ class State:
             if not _is_streamed(key):
                 value.copy_(fetch(self.shard.home, key, value.device))
 
+    def unused(self) -> frozenset[str]:
+        """Returns the names of the trained parameters that no microbatch of the prepared step gave a gradient."""
+        if self.used is None:
+            return frozenset()
+        return frozenset(name for name, used in zip(self.trained, self.world.to_host(self.used).tolist(), strict=True) if not used)
+
     def train(self) -> None:
         """Puts the model into training mode by its own ``train()``, which may leave parts of it out, unless that was done and all is."""
         if not (self._put_into_training and all(module.training for module in self._modules)):
             self.model.train()
             self._put_into_training = True
-
-    def buffer_marks(self) -> dict[str, tuple[int, int]]:
-        """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""
-        found = ((name, module._buffers.get(key)) for name, module, key in self._buffers)
-        return {name: (buffer.data_ptr(), buffer._version) for name, buffer in found if buffer is not None}
-
-    def buffer_values(self) -> dict[str, torch.Tensor]:
-        """Returns copies on the host of the bytes of all buffers by name.  They tell what torch does not count: ``.data``, and what
-        ``F.batch_norm`` writes into the statistics that it gets.
-        """
-        found = ((name, module._buffers.get(key)) for name, module, key in self._buffers)
-        return {name: buffer.detach().flatten().view(torch.uint8).to("cpu", copy=True) for name, buffer in found if buffer is not None}

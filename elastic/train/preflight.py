@@ -21,7 +21,7 @@ from elastic.engine.batch_norm import tracking
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.loss import expect_documents
 from elastic.engine.optim.trial import check_rule
-from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within
+from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within, without_dimensions
 from elastic.engine.peak import calls_of
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError
@@ -94,7 +94,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     tried = job.replace(microbatch=1) if job.microbatch == "auto" else job
     with TemporaryDirectory() as folder:
         session = make_session(tried, Counters(Path(folder) / "counters", create=True), prefetch=0)
-        build = build_of(session)
+        build = build_of(session, model)
         unread = [*_check_calls(tried, session, model), *_check_held_out(tried, session)]
         session.close()
     check_rule(job, session.rule)
@@ -105,7 +105,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     _check_eps(job, model)
     _check_bucket(job)
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
-    data.check(run, build.data)
+    data.check(run, build.data, int(build.samples))
     job = run.job
     by_the_rules_of(model, job)
     notes = [*unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
@@ -153,7 +153,7 @@ def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store
         return []
     notes = _quarantined(start.job, reader, origin.version)
     try:
-        data.check(Run(start.job.replace(name=origin.run), store), build.data)
+        data.check(Run(start.job.replace(name=origin.run), store), build.data, int(build.samples))
     except JobError as error:
         raise JobError(f"{start.setting}: {error}") from None
     return notes
@@ -218,6 +218,11 @@ def _check_shared(job: Job, model: nn.Module) -> None:
         raise ModelError(
             f"parallel.zero = 3: {names[0]!r} and {names[1]!r} of {job.model!r} are one weight, and stage 3 gathers and frees the weights "
             f"of each block by itself; set parallel.zero = 2, which gathers each weight once a step"
+        )
+    if name := without_dimensions(model):
+        raise ModelError(
+            f"parallel.zero = 3: {name!r} of {job.model!r} has no dimensions, and stage 3 cuts each parameter; set parallel.zero = 2, or "
+            f"make it a tensor of shape [1]"
         )
     if names := unlike_within(model):
         formats = (str(model.get_parameter(name).dtype).removeprefix("torch.") for name in names)

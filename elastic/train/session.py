@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError
 from tempfile import TemporaryFile
 
 import torch
+from torch import nn
 
 import elastic
 from elastic.data.cursor import Cursor, Lengths
@@ -39,7 +40,7 @@ from elastic.train.faults import Faults, Seat
 from elastic.train.machine.device import need_of
 from elastic.train.machine.interface import choose
 from elastic.train.machine.limits import little_lockable, little_shared, lockable_memory, shared_memory
-from elastic.train.model import builder_of
+from elastic.train.model import build_model, builder_of, digest_of
 from elastic.train.step import Loss, Session
 from storage.errors import Unavailable
 from storage.slices import Tensor
@@ -382,8 +383,8 @@ def unlike_held_out(session: Session) -> list[str]:
     return ["validation.args: these are the samples that are trained on, so the loss on them says little; hold others out"]
 
 
-def build_of(session: Session) -> Build:
-    """Returns the build of this process: everything that must be the same for all members."""
+def build_of(session: Session, model: nn.Module | None = None) -> Build:
+    """Returns the build of this process: everything that must be the same for all members.  ``model`` is the job's, if it is there."""
     job, (major, minor, _) = session.job, platform.python_version_tuple()
     return Build(
         elastic=f"{elastic.__version__} (sources {own_digest()})",
@@ -393,4 +394,6 @@ def build_of(session: Session) -> Build:
         code=code_digest(job.code()),
         data=_fingerprint(job, session.loader.dataset),
         held_out=held_out_of(session),
+        samples=str(len(session.loader.dataset)),
+        model=digest_of(model if model is not None else build_model(job, session.builder)),
     )

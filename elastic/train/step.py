@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from elastic.config.sections import UNUSED_SINCE
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
 from elastic.engine.axes.split import tell_of_views
@@ -27,19 +28,15 @@ from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.optim.schedule import own_rate_of
 from elastic.engine.world import TO_HOST, World
-from elastic.errors import BufferChanged, LoopError, LossError, ModelError
+from elastic.errors import LoopError, LossError, ModelError
 from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
 from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import (
-    FROM_DEVICE,
-    HEADER,
-    LOWER,
     NO_COPIES,
     BadCount,
     CommitShape,
-    Head,
     Outcome,
     Unlike,
     Validated,
@@ -56,7 +53,9 @@ from elastic.train.inventory import memory_by_class
 from elastic.train.meter import Meter
 from elastic.train.model import Builder, State
 from elastic.train.own_metrics import Metrics, checked_metrics
+from elastic.train.record import blank_record, fill_record
 from elastic.train.replicas import compare
+from elastic.train.shapes import expect_shapes
 from elastic.train.terms import CONTRACT, expect_sum, wrong_count
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
@@ -87,6 +86,8 @@ class Session:
     meter: Meter = field(default_factory=Meter)
     held_out: Loader | None = None
     """Reads the samples of the validation; None if there is none."""
+    shapes: dict[str, list[int]] | None = None
+    """The shapes of the first microbatch that this process has computed, where no other one may have others."""
     loop: Callable[[Any], object] | None = None
     """The loop that gets a :class:`~elastic.train.context.Context`: the user's, or our own."""
 
@@ -112,6 +113,8 @@ class Share:
     """The learning rate that a schedule of the user's says."""
     most_loss: float | None = None
     """The largest mean loss of a microbatch that counts, or would if the run did more than warn; None if each does."""
+    unused: frozenset[str] | None = None
+    """The trained parameters to which none of this member's microbatches gave a gradient; None if it has had none yet."""
     keeps: list[torch.Tensor] = field(default_factory=list)
     """True for each microbatch that counts, on the device; empty if each does."""
 
@@ -162,6 +165,8 @@ class Step:
         session.meter.begin(shape.generation, session.loader.waited_s, device)
         reserve(state, self._shape)
         session.loader.avoid(state.spikes.quarantined, state.spikes.anywhere)
+        if session.job.loop:
+            state.guard.begin()  # the user's code comes next
         if session.job.checkpoint.compare and due(number, session.job.checkpoint.save_every, session.job.steps):
             compare(state, partial(leave_if_over, fence))
 
@@ -215,6 +220,8 @@ class Step:
             )
             told = checked_metrics(metrics or {})
             self.outcome = self._commit()
+            if self._session.job.loop:
+                self._state.guard.begin()
             self._done(self.outcome, told)
             return self.outcome
 
@@ -232,8 +239,9 @@ class Step:
         world, job = state.world, session.job
         state.train()
         compare_tokens(session, state.model)
-        self._marks, deal = state.buffer_marks(), state.sync.begin_step(self._shape.microbatches)
-        self._values = state.buffer_values() if world.size == 1 and not state.tried else None  # others have tried it in their warm-up
+        if job.loop:
+            state.guard.check()
+        deal = state.sync.begin_step(self._shape.microbatches)
         self._rounds = deal.rounds
         session.counters.at("reads data")
         for round_, index, ids, batch in session.loader.microbatches(step, world.data_rank, deal):
@@ -243,7 +251,10 @@ class Step:
             state.statistics.begin_round(round_, deal)
             if batch is None:
                 batch = session.loader.read(session.cursor.idle_ids(step, job.microbatch_size))
+            if job.compile and job.reproducible:
+                expect_shapes(session, state.model, batch, ids)
             if round_ == 0:
+                state.guard.begin(values=not state.tried)
                 for later in range(deal.rounds):
                     for name, value in batch.items():
                         world.reserve(f"{name} {later}", value)
@@ -274,8 +285,11 @@ class Step:
             tell_of_selective(error)
             raise
         state.parameters.end_round()
-        refuse_changes(self._marks, state, self._values)
-        self._values, state.tried = None, True
+        if index is not None:
+            share.unused = state.parameters.missing if share.unused is None else share.unused & state.parameters.missing
+        if not state.tried or len(share.losses) == self._rounds:
+            state.guard.check(given_up=lambda: self._fence.member.barred)
+        state.tried = True
         share.samples.append(self._ids if index is not None else ())
         session.counters["microbatch"] = len(share.losses)
         session.counters["microbatches_run"] += index is not None
@@ -284,6 +298,8 @@ class Step:
 
     def _commit(self) -> Outcome:
         session, state, share, step, shape = self._session, self._state, self._share, self.number, self._shape
+        if session.job.loop:
+            state.guard.check()
         copied = session.snapshots.settle() if session.snapshots else NO_COPIES
         if session.snapshots is not None and state.shard.home is not None:
             state.next_home = session.snapshots.next_home(state.shard)
@@ -313,6 +329,7 @@ def reserve(state: State, shape: CommitShape) -> None:
         return
     record = torch.empty(shape.fields, dtype=torch.float64)
     state.world.reserve("record", record)
+    state.world.reserve("used", torch.empty(len(state.trained), dtype=torch.uint8))
     state.world.reserve(TO_HOST, record.new_empty(shape.world * shape.fields + len(state.trained) * _watches(state)))
 
 
@@ -338,21 +355,6 @@ def loss_of(
             f"{named} failed with {failure(error)}; it gets the model and a batch of {sorted(batch)}, and {CONTRACT}"
         ) from error
     return expect_sum(named, returned, session.job.model)
-
-
-def refuse_changes(before: dict[str, tuple[int, int]], state: State, values: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Raises :class:`BufferChanged` if a buffer is not as its mark in ``before`` says, or if it has other ``values`` than these, for which
-    the host waits for the device.
-    """
-    now = {} if values is None else state.buffer_values()
-    for name, mark in state.buffer_marks().items():
-        if mark != before.get(name) or (values is not None and not torch.equal(now[name], values[name])):
-            raise BufferChanged(
-                f"forward or backward changed the buffer {name!r} of {state.job.model!r}.  Its value would depend on which worker "
-                f"computed which microbatch, so the result would depend on the number of workers.  Keep it out of the model.  In place of "
-                f"a norm with statistics of its own use nn.BatchNorm1d, 2d or 3d, whose statistics the engine keeps, or a LayerNorm, "
-                f"RMSNorm or GroupNorm"
-            )
 
 
 def by_next_token(session: Session) -> bool:
@@ -396,11 +398,30 @@ def prepare(session: Session, state: State, fence: ApplyFence, step: int, share:
     if state.optimizer.rule.prepare is not None:
         state.optimizer.prepare(grads, norm, tokens_of(share, state.world), state.world)
     norm = state.statistics.guard(norm)
+    state.used = used_anywhere(state, share) if session.job.numerics >= UNUSED_SINCE else None
     session.counters["collective"] = 1
     session.faults.strike("before_commit", step, state.world)
     with fence as member:
         member.prepare(step)
     return norm
+
+
+def used_anywhere(state: State, share: Share) -> torch.Tensor | None:
+    """Returns, for each trained parameter, 1 if a microbatch of any member gave it a gradient, else 0: uint8, on the device.
+
+    A worker without others knows it: None means that all are used.
+    """
+    unused = frozenset(state.trained) if share.unused is None else share.unused
+    if state.world.size == 1 and not unused:
+        return None
+    mine = torch.ones(len(state.trained), dtype=torch.uint8)
+    if unused:
+        mine = torch.tensor([name not in unused for name in state.trained], dtype=torch.uint8)
+    if state.world.size == 1:
+        return mine
+    used = state.world.to_device("used", mine)
+    dist.all_reduce(used, dist.ReduceOp.MAX)
+    return used
 
 
 def tokens_of(share: Share, world: World) -> torch.Tensor:
@@ -411,30 +432,6 @@ def tokens_of(share: Share, world: World) -> torch.Tensor:
     total = torch.stack(mine).sum() if mine and speaks else torch.zeros((), dtype=torch.float64, device=world.device)
     dist.all_reduce(total)
     return total
-
-
-def blank_record(shape: CommitShape, head: Head, share: Share) -> torch.Tensor:
-    """Returns this member's record, float64 [shape.fields], with all that the host knows; see ``protocol/commit_record.py``."""
-    known: list[float] = [*head]
-    for ids in share.samples:
-        known += [0, 0, *ids, *(0 for _ in range(shape.microbatch - len(ids)))]
-    return torch.tensor([*known, 0], dtype=torch.float64)
-
-
-def fill_record(record: torch.Tensor, share: Share, norm: torch.Tensor) -> torch.Tensor:
-    """Fills in what only the device knows, and the checksum, and returns ``record``.  Nothing here waits for the device."""
-    record[FROM_DEVICE : FROM_DEVICE + 2] = torch.stack((torch.isfinite(norm).double(), norm))
-    record[HEADER:-1].view(len(share.samples), -1)[:, :2] = torch.stack((_doubles(share.losses), _doubles(share.counts)), 1)
-    words = record.view(torch.int64)
-    mixed = words[:-1] ^ (words[:-1] >> 32 & LOWER)
-    words[-1] = (mixed * torch.arange(1, 2 * len(words) - 1, 2, device=words.device)).sum()
-    return record
-
-
-def _doubles(scalars: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the scalars as one tensor, float64 [scalars].  A stack of several dtypes would round some of them first."""
-    alike = len({each.dtype for each in scalars}) == 1
-    return torch.stack(scalars if alike else [each.double() for each in scalars]).double()
 
 
 def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape, step: int, record: torch.Tensor, share: Share) -> Outcome:
@@ -481,7 +478,7 @@ def update(session: Session, state: State, outcome: Outcome) -> None:
     """Applies a committed step with the prepared gradients.  The caller holds the apply fence."""
     session.counters.at("updates")
     state.parameters.current = False
-    state.optimizer.apply(state.parameters.grads(), outcome)
+    state.optimizer.apply(state.parameters.grads(), outcome, state.unused())
     state.statistics.apply(applies=outcome.applies)
     state.spikes.after(outcome)
     session.faults.strike("in_update", outcome.step, state.world)

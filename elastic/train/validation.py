@@ -22,7 +22,7 @@ from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import Validated, is_count
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.model import State
-from elastic.train.step import Session, loss_of, microbatch_seed, refuse_changes, seed_all
+from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
 from elastic.train.terms import wrong_count
 
 SLOTS = LEAD + 1
@@ -85,8 +85,9 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
         for name, value in first.items():
             world.reserve(f"{name} held out {slot}", value)
     state.model.eval()
-    marks, sums = state.buffer_marks(), list[torch.Tensor]()
+    sums = list[torch.Tensor]()
     state.parameters.begin_round(0, last=True)
+    state.guard.begin()
     with torch.no_grad():
         for number, batch in enumerate(chain([first], batches)):
             with fence as member:
@@ -103,7 +104,7 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
             session.counters["collective"] += 1
             session.counters.at("reads data")
         session.computing = ""
-        refuse_changes(marks, state)
+        state.guard.check()
         session.counters.at("validates")
         told = torch.cat(sums)
         gathered = told.new_empty(world.size * told.numel())

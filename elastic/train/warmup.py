@@ -17,7 +17,7 @@ import torch
 from elastic.engine.norm import squared_norm
 from elastic.engine.peak import in_few_rounds
 from elastic.engine.world import World
-from elastic.errors import BufferChanged, JobError, LossError
+from elastic.errors import JobError, LossError, StateChanged
 from elastic.ids import Version
 from elastic.plan.layout import Layout
 from elastic.plan.memory import first_roomy
@@ -27,7 +27,7 @@ from elastic.state.staging import STREAMS, StagingStream
 from elastic.train.contract import check_loss
 from elastic.train.machine.device import fitting_shard, fitting_whole, memory_of, most_shards, policies_of
 from elastic.train.model import BUFFERS, State
-from elastic.train.step import Session, compare_tokens, loss_of, refuse_changes
+from elastic.train.step import Session, compare_tokens, loss_of
 from storage.slices import Tensor
 
 COUNTED = "num_batches_tracked"
@@ -40,7 +40,7 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
     ``tensors`` are those of the state.
 
     Returns the most bytes that a member of the largest world took on a GPU; 0 on a CPU, and if it failed.  Raises :class:`LossError` if
-    the loss breaks its contract, and :class:`BufferChanged` if forward or backward changes a buffer.
+    the loss breaks its contract, and :class:`StateChanged` if forward, backward or the loss changes the state.
     """
     began, took = time.monotonic(), 0
     try:
@@ -57,7 +57,7 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
             for staging_stream in [StagingStream(device, number) for number in range(STREAMS)]:
                 with staging_stream:
                     pass
-    except (BufferChanged, LossError):
+    except (LossError, StateChanged):
         raise
     except Exception:  # a boundary: the user's code may raise anything
         print(f"not warmed up:\n{traceback.format_exc()}", flush=True)
@@ -152,18 +152,18 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
     batch = session.loader.read(session.cursor.some_ids(session.job.microbatch_size))
     state.model.train()
     flags = any(not each.is_floating_point() and not name.endswith(COUNTED) for name, each in state.model.named_buffers())
-    marks, values = ({}, {}) if flags else (state.buffer_marks(), state.buffer_values())
     deal = state.sync.begin_step(rounds * world.size)
     for number in range(rounds):
         state.parameters.begin_round(number, last=number + 1 == rounds)
+        if number == 0:
+            state.guard.begin(values=not flags)
         state.statistics.begin_round(number, deal)
-        loss, _ = loss_of(session, state.model, {name: value.to(world.device) for name, value in batch.items()})
+        loss, _ = loss_of(session, state.model, {name: value.to(world.device, copy=True) for name, value in batch.items()})
         state.parameters.end_forward()
         loss.backward()
         del loss
         state.parameters.end_round()
-    if not flags:  # a model may do otherwise with flags as they really are, and the first microbatch tells
-        refuse_changes(marks, state, values)
+    state.guard.check(buffers=not flags)  # a model may do otherwise with flags as they really are, and the first microbatch tells
     grads = state.parameters.grads()
     norm = squared_norm([grads[name] for name in grads], [state.rows[name] for name in grads], world)
     if state.optimizer.rule.prepare is not None:
@@ -172,7 +172,7 @@ def _compute(session: Session, world: World, zero: int | None) -> int:
         state.model.eval()
         state.parameters.begin_round(0, last=True)
         with torch.no_grad():
-            session.loss(state.model, {name: value.to(world.device) for name, value in batch.items()})
+            session.loss(state.model, {name: value.to(world.device, copy=True) for name, value in batch.items()})
         state.parameters.end_forward()
     world.finish()
     took = torch.cuda.max_memory_allocated(world.device) - before if world.device.type == "cuda" else 0

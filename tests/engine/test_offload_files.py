@@ -107,7 +107,9 @@ def peaks(world: World, folder: Path, buffer_gb: float, hows: Sequence[str]) -> 
         settings = {} if how == "resident" else {"offload": "optimizer"}
         if how in ("files", "mapped"):
             settings |= {"offload_folder": str(folder), "offload_buffer_gb": buffer_gb}
-        job = small_job(folder / name, parallel={"zero": 2}, steps=2, checkpoint={"save_every": 2}, global_batch=2, **settings, **more)
+        job = small_job(
+            folder / name, parallel={"zero": 2}, steps=2, checkpoint={"save_every": 2}, global_batch=2, trial=False, **settings, **more
+        )
         assert run_local(job, lambda line: None)[0] == "Finished"
 
     run("small", "files")  # loads what any run loads

@@ -112,13 +112,13 @@ def test_who_looks_begins_nothing() -> None:
     job = a_run().job.replace(name="looked-at")
     run = Run.look(job)
     assert run.newest() is None and run.owner() is None and run.records() == []
-    data.check(run, "theirs")
+    data.check(run, "theirs", 64)
     assert run.store.list("looked-at/") == []
-    data.bind(Run.open(job.replace(seed=7)), "others")
+    data.bind(Run.open(job.replace(seed=7)), "others", 64)
     with pytest.raises(JobError, match="seed = 7 there and 0 here"):
         Run.look(job)
     with pytest.raises(JobError, match=r"the fingerprint theirs, but the run 'looked-at' in .* was begun on others"):
-        data.check(Run.look(job.replace(seed=7)), "theirs")
+        data.check(Run.look(job.replace(seed=7)), "theirs", 64)
 
 
 class Noting(Forwarding):
@@ -148,7 +148,7 @@ def test_a_run_reads_each_of_its_documents_once(monkeypatch: pytest.MonkeyPatch)
 
     assert read(lambda: Run.open(job).checkpoints) == ["once/job.json"]
     run = Run.begun(job)
-    assert read(lambda: data.bind(run, "ours")) == ["once/data.json"] == read(lambda: data.bind(run, "ours"))
+    assert read(lambda: data.bind(run, "ours", 64)) == ["once/data.json"] == read(lambda: data.bind(run, "ours", 64))
     run.commit(version, write(run.checkpoints, version, state_of(TENSORS[:1], seed=1), 1), ((1, 2),), Layout())
     forks.begin(store, fork, Origin("once", version), {})
     for find in (Run.begun, Run.find, Run.look):
@@ -156,10 +156,10 @@ def test_a_run_reads_each_of_its_documents_once(monkeypatch: pytest.MonkeyPatch)
         assert read(lambda find=find: find(fork).newest()) == ["forked/job.json"]
     going_on = Run.look(fork)
     with pytest.raises(JobError, match="was begun on ours"):
-        data.bind(going_on, "others")
+        data.bind(going_on, "others", 64)
     assert not store.exists("forked/data.json")
-    assert read(lambda: data.bind(going_on, "ours")) == ["forked/data.json", "once/data.json"] and store.exists("forked/data.json")
-    assert read(lambda: data.bind(going_on, "ours")) == ["forked/data.json"]
+    assert read(lambda: data.bind(going_on, "ours", 64)) == ["forked/data.json", "once/data.json"] and store.exists("forked/data.json")
+    assert read(lambda: data.bind(going_on, "ours", 64)) == ["forked/data.json"]
 
 
 def test_another_job_is_told_why_it_cannot_go_on() -> None:

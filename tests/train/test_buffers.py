@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic.engine.world import World
-from elastic.errors import BufferChanged
+from elastic.errors import StateChanged
 from elastic.ids import Version
 from elastic.train.counters import Counters
 from elastic.train.model import build_model, tensors_of
@@ -82,7 +82,7 @@ def test_a_warm_up_refuses_a_buffer_that_changes_unseen(tmp_path: Path, model: s
     job = toy_job(tmp_path, model=model, model_args={}, workers={"max": 2})
     session = make_session(job, Counters(tmp_path / "counters", create=True))
     tensors = tensors_of(build_model(job, session.builder), session.rule)
-    with pytest.raises(BufferChanged) if refused else nullcontext() as error:
+    with pytest.raises(StateChanged) if refused else nullcontext() as error:
         warm_up(session, tensors, torch.device("cpu"))
     session.close()
     assert error is None or re.search(f"changed the buffer '{refused}' of", str(error.value))
@@ -92,7 +92,7 @@ def test_a_warm_up_refuses_a_buffer_that_changes_unseen(tmp_path: Path, model: s
 def test_so_does_the_first_step_of_a_worker_without_others(tmp_path: Path, model: str, refused: str) -> None:
     world = World.alone(torch.device("cpu"))
     try:
-        refusal = pytest.raises(BufferChanged, match=f"changed the buffer '{refused}' of") if refused else nullcontext()
+        refusal = pytest.raises(StateChanged, match=f"changed the buffer '{refused}' of") if refused else nullcontext()
         with member(world, toy_job(tmp_path, model=model, model_args={}), Version(0, 0)) as me, refusal:
             me.step()
     finally:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from elastic.data.loader import LOOKED_AT
 from elastic.engine.loss import next_token
 from elastic.engine.parallelize import apply_kernels
 from elastic.engine.world import World
@@ -107,6 +108,8 @@ def plain(layers: int, microbatches: int, reproducible: bool) -> Counts:
 def ours(job: Job, world: World, *, hooked: bool = False) -> Counts:
     """Counts a step of ours.  ``hooked``: with a hook on each parameter, which looks at it."""
     with member(world, job, Version(0, 0), prefetch=0) as me:
+        for _ in range(LOOKED_AT):
+            me.session.loader.read((0,))  # with more work for each of the first reads
         for parameter in me.state.model.parameters() if hooked else ():
             parameter.register_post_accumulate_grad_hook(looks_at)
         return counted(me.step)
@@ -135,10 +138,11 @@ def of_a_microbatch(few: Counts, more: Counts) -> Counts:
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("reproducible", [False, True], ids=["free", "reproducible"])
 def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, reproducible: bool, layers: int) -> None:
-    """A microbatch: one operator for each parameter, two for each unit and two.  Of a parameter torch takes over a gradient and the unit
+    """A microbatch: one operator for each parameter, two for each unit and three.  Of a parameter torch takes over a gradient and the unit
     takes a view of it, where the plain loop adds it up.  Of Python calls only a unit has some, and a parameter none.  There are two units,
-    however many blocks: small blocks are joined where nothing travels, and the rest of the model is the other.  One of the two operators
-    is for the tokens, which are compared with the vocabulary; where something reads ahead, its thread does that.
+    however many blocks: small blocks are joined where nothing travels, and the rest of the model is the other.  Of the three operators
+    one copies the tokens, which a loss may change, and one compares them with the vocabulary; where something reads ahead, its thread does
+    that.
 
     A step: what the norm in a fixed order and the commit have more; the update has fewer.  The control, of one block: one operator
     for each parameter more.
@@ -146,10 +150,10 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, r
     parameters, units = 9 * layers + 2, 2
     few, more = (extra(tmp_path / f"{many}", layers, many, reproducible=reproducible) for many in (2, 4))
     each = of_a_microbatch(few, more)
-    assert each.operators == parameters + 2 * units + 2
+    assert each.operators == parameters + 2 * units + 3
     assert each.calls <= 102
     assert few.operators - 2 * each.operators <= parameters + 180
-    assert few.calls - 2 * each.calls <= -55  # torch's optimizer makes more calls for each parameter than all of ours
+    assert few.calls - 2 * each.calls <= -40  # torch's optimizer makes more calls for each parameter than all of ours
 
     if layers > 1:
         return

@@ -159,7 +159,7 @@ def test_a_run_keeps_its_number_and_its_bits_with_another_memory(tmp_path: Path)
     hashes = {0: exported_hash(job)}
     for number in (2, 6):
         named = job_of(tmp_path, name=f"m{number}", microbatch=number, **steps)
-        assert not any("microbatch" in line for line in local_run(named))
+        assert not any("microbatch =" in line for line in local_run(named))
         hashes[number] = exported_hash(named)
     assert hashes[0] == hashes[2] != hashes[6]
     assert chosen(job_of(tmp_path, **steps), 0)[0].microbatch == 6

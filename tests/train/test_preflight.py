@@ -211,7 +211,7 @@ def test_other_samples_are_refused_with_both_fingerprints(tmp_path: Path, text: 
     """The command and a worker both refuse other text at the same path, the same text cut otherwise, and its documents kept apart."""
     prepare(text, str(tmp_path / "data"))
     begun = job_on(tmp_path, tmp_path / "data")
-    data.bind(Run.open(begun), preflight(begun).build.data)
+    data.bind(Run.open(begun), (build := preflight(begun).build).data, int(build.samples))
     (tmp_path / "data").rename(tmp_path / "old")
     write_texts(text, {"a.txt": TEXT.replace("worst", "wurst")})
     prepare(text, str(tmp_path / "data"))

@@ -46,7 +46,8 @@ from elastic.protocol.commit_record import (
 )
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.faults import Faults
-from elastic.train.step import Share, blank_record, fill_record, update
+from elastic.train.record import blank_record, fill_record
+from elastic.train.step import Share, update
 from tests.support.calls import calls
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
 from tests.support.ranks import Ranks

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from elastic.engine.axes.order import Order
 
@@ -22,6 +22,8 @@ class Parameters(ABC):
 
     order: Order | None = None
     """The notes of what this member gathers and sums for single blocks; None if a pass of the model gathers nothing."""
+    missing: frozenset[str] = frozenset()
+    """The names of the trained parameters that the backward pass of the present round gave no gradient, once it has ended."""
     current = False
     """True if a pass of the model has the values of the parts, or gathers them itself.  Whoever changes the parts makes it false."""
 
@@ -48,3 +50,39 @@ class Parameters(ABC):
     @abstractmethod
     def forget_grads(self) -> None:
         """Gives up the memory of the gradients."""
+
+    @abstractmethod
+    def writes(self) -> Mapping[str, Hashable]:
+        """Returns a mark for each parameter, which is another one once anybody but this class has written to what the model finds there,
+        or has given it other memory, or a hook on its gradient.
+        """
+
+    @abstractmethod
+    def is_own(self, name: str, found: object) -> bool:
+        """Returns whether ``found`` is what the model is to find as the parameter ``name``."""
+
+
+def in_place_of(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Returns a parameter with ``values`` that code of the model takes for ``parameter``: see :func:`take_over`."""
+    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    take_over(made, parameter)
+    return made
+
+
+def take_over(made: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Gives ``made`` the class and the attributes of ``parameter``, and the hooks on its gradient."""
+    if type(parameter) is not nn.Parameter:
+        made.__class__ = type(parameter)
+    made.__dict__.update(parameter.__dict__)
+    if parameter._backward_hooks:
+        made._backward_hooks = parameter._backward_hooks
+
+
+def with_rows(whole: Tensor) -> Tensor:
+    """Returns ``whole``, or a view with one row of a tensor without dimensions: members hold and cut rows."""
+    return whole if whole.dim() else whole.view(1)
+
+
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the shape of a parameter in the state: that of :func:`with_rows`."""
+    return tuple(parameter.shape) or (1,)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from elastic.engine.axes.base import shape_of
 from elastic.engine.streams import stream
 from elastic.engine.world import World
 from elastic.plan.axes import chunk_size
@@ -124,7 +125,8 @@ class Gathers:
             wait()
             rows = everyone.view(shards, -1)
             pairs = [pair for copy, (first, last) in zip(whole, pairwise(ends), strict=True) for pair in _pairs(copy, rows[:, first:last])]
-            torch._foreach_copy_([copy for copy, _ in pairs], [found for _, found in pairs], non_blocking=True)
+            with torch.autograd._unsafe_preserve_version_counter(tuple(whole)):  # it counts what others write
+                torch._foreach_copy_([copy for copy, _ in pairs], [found for _, found in pairs], non_blocking=True)
 
         return arrive
 
@@ -161,7 +163,8 @@ def ends_of(whole: Sequence[Tensor], shards: int) -> list[int]:
     """Returns where each parameter begins in memory that has the parts of one shard, each as long as the longest, and where it ends."""
     ends = [0]
     for parameter in whole:
-        ends.append(ends[-1] + chunk_size(len(parameter), shards) * (parameter.numel() // len(parameter)))
+        rows = shape_of(parameter)[0]
+        ends.append(ends[-1] + chunk_size(rows, shards) * (parameter.numel() // rows))
     return ends
 
 

@@ -10,7 +10,7 @@ Weights of layers that multiply in fp8 are gathered in fp8, by FSDP2's extension
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any
@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from elastic.engine.axes.base import Parameters
+from elastic.engine.axes.base import Parameters, take_over
 from elastic.engine.axes.order import Order
 from elastic.engine.fp8 import FORWARD, hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of
@@ -74,6 +74,7 @@ class Split(Parameters):
         self.scheme, self._fp8 = scheme, fp8
         self._parameters = dict(model.named_parameters())
         self.parts = {name: _local(parameter).detach() for name, parameter in self._parameters.items()}
+        self._held = _held_by(model, self._parameters)
         self.trained = frozenset(name for name, parameter in self._parameters.items() if parameter.requires_grad)
         self.copies = [*fp8.parts.values()] if fp8 is not None else []
         self._modules = [*_wrapped(model).values()]
@@ -100,6 +101,8 @@ class Split(Parameters):
             self.refresh()
         for each in self._reduces.values():
             each.summed = each.passes = each.runs = 0
+        for held in self._held.values():
+            held.unused = True
 
     def end_forward(self) -> None:
         """FSDP2 has gathered everything in the forward pass.
@@ -120,6 +123,7 @@ class Split(Parameters):
         for name, each in self._reduces.items():
             if wrong := ABSENT if not each.summed else TWICE if each.summed > 1 and self.scheme.keeps_sums else "":
                 raise ModelError(wrong.format(name=name or "the model itself"))
+        self.missing = frozenset(name for name, held in self._held.items() if held.unused and name in self.trained)
 
     def grads(self) -> dict[str, Tensor]:
         found = {}
@@ -129,9 +133,61 @@ class Split(Parameters):
                 found[name] = torch.zeros_like(part) if grad is None else _local(grad)
         return found
 
+    def writes(self) -> Mapping[str, Hashable]:
+        return {name: _written(self._parameters[name], each) for name, each in self._held.items()}
+
+    def is_own(self, name: str, found: object) -> bool:
+        each = self._held[name]
+        return found is self._parameters[name] or found is each.sharded_param or found is getattr(each, "_unsharded_param", None)
+
     def forget_grads(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
+
+
+def _held_by(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Returns what FSDP2 knows of each of ``parameters``, by name."""
+    names, found = {id(parameter): name for name, parameter in parameters.items()}, dict[str, Any]()
+    for module in _wrapped(model).values():
+        for each in getattr(_group(module), "fsdp_params", ()):
+            place = each._module_info
+            found[names[id(place.module._parameters[place.param_name])]] = each
+    return found
+
+
+def _written(part: Any, held: Any) -> Hashable:
+    """Returns how often the part of a parameter, and the gathered one since it was made, were written to, where that one is, its hooks, and
+    whether it is trained.
+    """
+    whole = getattr(held, "_unsharded_param", None)
+    if whole is None:
+        return part._local_tensor._version, 0, 0, held.hooks, part.requires_grad
+    version, memory = held.made
+    there = whole.untyped_storage()._cdata - memory
+    return part._local_tensor._version, whole._version - version, there, len(whole._backward_hooks or ()), whole.requires_grad
+
+
+def keep_their_kind(model: nn.Module, before: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
+    """Lets code of the model take FSDP2's parameters for those of ``before``, by the module and the name that they have there.
+
+    FSDP2 makes a gathered parameter when it gathers it first, and keeps it.
+    """
+    for module in _wrapped(model).values():
+        for each in getattr(_group(module), "fsdp_params", ()):
+            place = each._module_info
+            old = before[place.module, place.param_name]
+            place.module._parameters[place.param_name].__dict__.update(old.__dict__)
+            each.hooks = len(old._backward_hooks or ())
+            each.init_unsharded_param = partial(_make_whole, each, each.init_unsharded_param, old)
+
+
+def _make_whole(held: Any, make: Callable[[], None], old: nn.Parameter) -> None:
+    known = hasattr(held, "_unsharded_param")
+    make()
+    if not known:
+        whole = held._unsharded_param
+        take_over(whole, old)
+        held.made = whole._version, whole.untyped_storage()._cdata
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -219,7 +275,8 @@ def _policy(module: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
     """
     own = {each.dtype for each in module.parameters() if each.requires_grad and not isinstance(each, DTensor)}
     own = own if precision.compute is None else set()
-    return MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce(torch.promote_types, own, precision.reduce))
+    summed = reduce(torch.promote_types, own, precision.reduce)
+    return MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=summed, cast_forward_inputs=precision.casts_inputs)
 
 
 def apply_sync(model: nn.Module, scheme: Scheme, precision: Precision) -> None:
@@ -316,6 +373,7 @@ def _fill(group: Any) -> None:
         if group.is_unsharded:
             for each in group.fsdp_params:
                 parameter = each.unsharded_param
+                each.unused = each.unused and parameter.grad is None
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         original(*unused)

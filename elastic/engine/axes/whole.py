@@ -18,7 +18,7 @@ round would cost all others their overlap; so a part that comes after the sum is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from elastic.engine.axes.base import Parameters
+from elastic.engine.axes.base import Parameters, in_place_of, with_rows
 from elastic.engine.axes.buckets import buckets_of
 from elastic.engine.axes.gathers import COLLECTIVES, Gathers, Weight, ends_of
 from elastic.engine.axes.visits import Visits, absent
@@ -45,6 +45,11 @@ TWICE = (
     "a gradient of {!r} came in two parts, the second one after the first was summed: the model uses it more than once, and a backward "
     "pass runs within another one, as that of torch's checkpoint with use_reentrant=True does, or within the forward pass; give the "
     "checkpoint use_reentrant=False, or leave it out and set recompute = 'block'"
+)
+
+SPARSE = (
+    "the gradient of {!r} is sparse, and sparse gradients cannot be summed in a fixed order; leave out sparse=True where the model calls "
+    "torch.nn.functional.embedding"
 )
 
 
@@ -111,9 +116,9 @@ class Whole(Parameters):
         self._fp8 = Fp8Weights(layers, world, precision.fp8 or "tensor")
         self._computing = {name: self._copy(name, parameter, precision.compute) for name, parameter in known.items()}
         _replace(model, {id(known[name]): parameter for name, parameter in self._computing.items()})
-        self._used: dict[str, Tensor] = {**self._computing, **self._hold_fp8()}
+        self._used = {name: with_rows(each.detach()) for name, each in self._computing.items()} | self._hold_fp8()
         if visits is not None:
-            self._used = {**visits.hold(model, self._computing)}
+            self._used = {name: with_rows(each) for name, each in visits.hold(model, self._computing).items()}
         """Memory of all values with which the model computes, on the device or on the host."""
         memory = {name: part.untyped_storage()._cdata for name, part in self.parts.items()}
         self.copies = [copy for name, copy in self._used.items() if copy.untyped_storage()._cdata != memory[name]]
@@ -133,17 +138,18 @@ class Whole(Parameters):
         else:  # who needs weights asks for them to come from the host, and that asks for them to be there
             self._gathers = Gathers(nn.Module(), world, gathered, ())
             visits.after(self._gathers.need)
-        if precision.compute is not None:
+        if precision.compute is not None and precision.casts_inputs:
             for module in (model, *blocks):
                 _cast_inputs(module, precision.compute)
 
     def _part(self, parameter: nn.Parameter) -> Tensor:
         """Returns the memory of this member's part of ``parameter``."""
+        whole = with_rows(parameter.detach())
         if self.offloads:
-            return self._mine(parameter).to("meta")
+            return self._mine(whole).to("meta")
         if self.shards == 1:
-            return parameter.detach() if not parameter.is_meta else torch.empty_like(parameter, device=self.world.device)
-        return torch.empty_like(self._mine(parameter), device=self.world.device)
+            return whole if not whole.is_meta else torch.empty_like(whole, device=self.world.device)
+        return torch.empty_like(self._mine(whole), device=self.world.device)
 
     def _mine(self, whole: Tensor) -> Tensor:
         """Returns this member's rows of a whole tensor."""
@@ -153,14 +159,14 @@ class Whole(Parameters):
     def _copy(self, name: str, parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
         """Returns a parameter with which the model computes: the part itself if that is all of it and has the ``dtype``."""
         if name in self._fp8.layers:
-            return nn.Parameter(self._fp8.carrier(name), requires_grad=parameter.requires_grad)
+            return in_place_of(parameter, self._fp8.carrier(name))
         part = self.parts[name]
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         if self._visits is not None:
             part = absent(parameter.shape, dtype, self.world.device)
         elif self.shards > 1 or dtype != part.dtype or self.offloads:
             part = torch.empty(parameter.shape, dtype=dtype, device=self.world.device)
-        return nn.Parameter(part, requires_grad=parameter.requires_grad)
+        return in_place_of(parameter, part if part.shape == parameter.shape else part.view(parameter.shape))
 
     def _hold_fp8(self) -> dict[str, Tensor]:
         """Gives the layers that multiply in fp8 memory of their weights, and returns it as bytes."""
@@ -216,16 +222,19 @@ class Whole(Parameters):
         self._fp8.cast(self.parts)
         self._gathers.begin()
         if self.shards == 1 and not self.offloads:
-            pairs = [(copy, self.parts[name]) for name, copy in self._computing.items() if name not in self._fp8.layers]
+            pairs = [(copy, self.parts[name]) for name, copy in self._used.items() if name not in self._fp8.layers]
             pairs = [(copy, part) for copy, part in pairs if copy.dtype != part.dtype]
             if pairs:
-                torch._foreach_copy_([copy for copy, _ in pairs], [part for _, part in pairs])
+                copies = [copy for copy, _ in pairs]
+                with torch.autograd._unsafe_preserve_version_counter(tuple(copies)):
+                    torch._foreach_copy_(copies, [part for _, part in pairs])
         self.current = True
 
     def take(self, name: str, values: Tensor) -> None:
         """Writes values of this member's part, which are on the device, into the weight with which the model computes."""
         weight = self._mine(self._used[name])
-        weight.copy_(values if weight.device == values.device else values.to(weight.dtype), non_blocking=True)
+        with torch.autograd._unsafe_preserve_version_counter(weight):
+            weight.copy_(values if weight.device == values.device else values.to(weight.dtype), non_blocking=True)
 
     def end_forward(self) -> None:
         self._gathers.finish()
@@ -257,9 +266,12 @@ class Whole(Parameters):
             for place, parameter in enumerate(unit.computing):
                 if parameter.grad is not None:
                     raise ModelError(TWICE.format(unit.names[place]))
+        missing = set[str]()
         for unit in self._units[self._next :]:
+            missing |= {name for name, parameter in zip(unit.names, unit.computing, strict=True) if parameter.grad is None}
             came = ((parameter, parameter.grad) for parameter in unit.computing)
             self._sum(unit, [grad if grad is not None else torch.zeros_like(parameter) for parameter, grad in came])
+        self.missing = frozenset(missing)
         if self._visits is not None:
             self._visits.end(last=self.scheme.round.last)
         if self.world.device.type == "cuda" and self.world.size > 1 and self.scheme.round.last:
@@ -268,11 +280,13 @@ class Whole(Parameters):
     def _sum(self, unit: _Unit, came: list[Tensor]) -> None:
         """Sums the gradients of the next unit."""
         self._next += 1
+        if sparse := next((name for name, grad in zip(unit.names, came, strict=True) if grad.layout is not torch.strided), None):
+            raise ModelError(SPARSE.format(sparse))
         if self.shards == 1:
             flat = torch._utils._flatten_dense_tensors(came)
         else:
             dtype = reduce(torch.promote_types, {grad.dtype for grad in came})
-            flat = torch._chunk_cat([grad.detach().to(dtype) for grad in came], 0, self.shards).view(-1)
+            flat = torch._chunk_cat([with_rows(grad.detach()).to(dtype) for grad in came], 0, self.shards).view(-1)
         for parameter in unit.computing:
             parameter.grad = None
         if self._visits is not None:
@@ -312,6 +326,14 @@ class Whole(Parameters):
                 found.update(zip(unit.names, alike, strict=True))
             self._found = {name: found[name] for name in self.parts if name in found}
         return self._found
+
+    def writes(self) -> Mapping[str, Hashable]:
+        if self._visits is not None:  # which gives them other memory itself
+            return {name: (each._version, len(each._backward_hooks or ())) for name, each in self._computing.items()}
+        return {name: (each._version, each.data_ptr(), len(each._backward_hooks or ())) for name, each in self._computing.items()}
+
+    def is_own(self, name: str, found: object) -> bool:
+        return found is self._computing[name]
 
     def forget_grads(self) -> None:
         self._found = None

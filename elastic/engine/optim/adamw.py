@@ -62,7 +62,7 @@ def _by_kernel(part: Part, grad: Tensor, hyper: Hyper, rounding: Rounding | None
     from elastic.kernels import triton_kernels as kernels
 
     settings, (beta1, beta2) = hyper.settings, hyper.settings.betas
-    updates = float(hyper.updates) + 1
+    (updates,) = hyper.updates_of([part])
     by = kernels.AdamW(
         divide=hyper.divide,
         clip=hyper.clip,
@@ -77,22 +77,23 @@ def _by_kernel(part: Part, grad: Tensor, hyper: Hyper, rounding: Rounding | None
 
 
 def _by_foreach(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
-    """Updates by the operations of torch's own function with ``foreach``, in their order, with one number of updates for all parts.
+    """Updates by the operations of torch's own function with ``foreach``, in their order.
 
-    Torch counts the updates of each tensor, on which it spends more of the host's time than on the update of a small tensor.
+    Torch keeps the number of updates of each tensor in another one, on which it spends more of the host's time than on the update of a
+    small tensor.
     """
     settings, (beta1, beta2) = hyper.settings, hyper.settings.betas
-    values, updates = [part.values for part in parts], float(hyper.updates) + 1
+    values, updates = [part.values for part in parts], hyper.updates_of(parts)
     averages, squares = [part.moments[AVERAGE] for part in parts], [part.moments[SQUARE] for part in parts]
     decay_(parts, hyper)
     torch._foreach_lerp_(averages, grads, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
     below = torch._foreach_sqrt(squares)
-    torch._foreach_div_(below, [(1 - beta2**updates) ** 0.5] * len(parts))
+    torch._foreach_div_(below, [(1 - beta2**each) ** 0.5 for each in updates])
     torch._foreach_add_(below, settings.eps)
-    torch._foreach_addcdiv_(values, averages, below, [-(hyper.lr / (1 - beta1**updates))] * len(parts))
+    torch._foreach_addcdiv_(values, averages, below, [-(hyper.lr / (1 - beta1**each)) for each in updates])
 
 
-ADAMW = Rule((AVERAGE, SQUARE), update, scales=True)
+ADAMW = Rule((AVERAGE, SQUARE), update, scales=True, counts=True)
 """The rule that ``optim.kind = "adamw"`` names."""

@@ -19,7 +19,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from elastic.config.sections import Optim
+from elastic.config.sections import UNUSED_SINCE, Optim
 from elastic.engine import spikes
 from elastic.engine.loss_scale import SCALARS, LossScale, is_scaled
 from elastic.engine.optim.schedule import learning_rate_of
@@ -101,6 +101,13 @@ class Hyper:
     """The seed of the job."""
     step: int = 0
     """The number of this step, from 1, also counting steps that were skipped."""
+    missed: Mapping[str, float] = field(default_factory=dict)
+    """The number of updates that left a parameter alone, by its name, if there were any and the rule counts them."""
+
+    def updates_of(self, parts: Sequence[Part]) -> list[float]:
+        """Returns the number of updates that each of ``parts`` will have had after this one."""
+        done = float(self.updates) + 1
+        return [done - self.missed.get(part.name, 0.0) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,8 @@ class Rule:
 
     It may use collectives, but it must change nothing: the step may be given up.  It must not wait for the device.
     """
+    counts: bool = False
+    """True if ``update`` must know how many updates each parameter has had.  :func:`rule_of` unsets it for earlier ``numerics``."""
     kept: tuple[StateTensor, ...] = ()
     """Further tensors of the state, whole on every member, which the job keeps beside the rule.  :func:`rule_of` sets it."""
     moments_dtype: torch.dtype | None = None
@@ -192,7 +201,7 @@ def rule_of(job: Job) -> Rule:
         raise CodeError(
             f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of elastic.engine.optim.base, or one of {', '.join(RULES)}"
         )
-    found = replace(found, kept=spikes.tensors_of(job))
+    found = replace(found, kept=spikes.tensors_of(job), counts=found.counts and job.numerics >= UNUSED_SINCE)
     if job.optim.moments == "bf16":
         found = replace(found, moments_dtype=torch.bfloat16)
     if not is_scaled(job):
@@ -231,6 +240,8 @@ class Optimizer:
         self.job, self.rule = job, rule
         self.updates = torch.zeros((), dtype=torch.float32)
         """Number of updates applied.  A step that is skipped does not count."""
+        self.missed = torch.zeros(len(parameters) if rule.counts else 0, dtype=torch.float32)
+        """Number of updates that left each parameter alone, in the order of ``parameters``."""
         self.scalars = {name: torch.zeros((), dtype=torch.float32) for name in self.rule.scalars}
         self.loss_scale = LossScale(job, self.scalars)
         self.kept = {each.name: torch.zeros(each.shape, dtype=spikes.DTYPES[each.dtype]) for each in rule.kept}
@@ -267,10 +278,10 @@ class Optimizer:
         self._prepared = self.rule.prepare([*self.parts.values()], [grads[name] for name in self.parts], before)
 
     @torch.no_grad()
-    def apply(self, grads: Mapping[str, Tensor], outcome: Outcome) -> float:
+    def apply(self, grads: Mapping[str, Tensor], outcome: Outcome, unused: frozenset[str] = frozenset()) -> float:
         """Applies the update of ``outcome.step`` from summed gradients, which are scaled in place.  Returns the learning rate of the step.
 
-        If the step is skipped, nothing changes but the scale of the loss.
+        If the step is skipped, nothing changes but the scale of the loss.  The parameters ``unused`` stay as they are, with their moments.
         """
         job = self.job
         lr = learning_rate_of(job, outcome.step)
@@ -280,9 +291,11 @@ class Optimizer:
         clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
         decoupled = 0.0 if job.optim.decay == "l2" else job.optim.weight_decay
         before = {name: value.clone() for name, value in self.scalars.items()}
-        hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip, prepared, job.seed, outcome.step)
+        missed = {name: count for name, count in zip(self.parts, self.missed.tolist(), strict=False) if count}
+        hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip, prepared, job.seed, outcome.step, missed)
 
         def update(parts: list[Part]) -> None:
+            parts = [part for part in parts if part.name not in unused] if unused else parts
             if parts and outcome.applies:
                 for name, value in before.items():  # each group begins with the same scalars, and ends with the same
                     self.scalars[name].copy_(value)
@@ -290,6 +303,8 @@ class Optimizer:
 
         self.visit(update)
         self.updates += outcome.applies
+        if self.rule.counts and unused and outcome.applies:
+            self.missed += torch.tensor([float(name in unused) for name in self.parts])
         return lr
 
     def _update(self, parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:

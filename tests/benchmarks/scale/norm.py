@@ -16,7 +16,8 @@ from elastic.engine.norm import squared_norm
 from elastic.engine.world import World
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import CommitShape, conclude, head_of
-from elastic.train.step import Share, blank_record, fill_record
+from elastic.train.record import blank_record, fill_record
+from elastic.train.step import Share
 from tests.support.live import Live
 
 SHARDS = 64

@@ -1,0 +1,127 @@
+"""Notices what a pass of the model, or the loss, has changed of the state by other ways than a gradient.
+
+A parameter that is written to in place, or gets other memory, would part the replicas, and is lost where weights are gathered or copied;
+a buffer would depend on which worker computed which microbatch; a parameter that is frozen later would still be trained.  So each of them
+ends the run at the step where it happens.  Torch counts the writes of each tensor, so a look costs a fraction of a microsecond a tensor.
+It does not count writes through ``.data``, nor those of ``F.batch_norm``: values of buffers are compared once, in the first microbatch of
+each world, and writes to parameters are watched in the trial of a new run (``trial.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from elastic.engine.axes.base import Parameters
+from elastic.engine.world import World
+from elastic.errors import StateChanged
+
+WRITTEN = (
+    "forward, backward or the loss changed the parameter {name!r} of {model!r} by itself, not by its gradient.  Such a change is lost "
+    "where weights are gathered or copied, and workers would differ.  Compute what you need from it, as "
+    "w = nn.functional.normalize(self.weight), and leave out max_norm, clamping in place and teachers that are averaged in forward"
+)
+REPLACED = (
+    "forward, backward or the loss put another tensor in the place of the parameter {name!r} of {model!r}; build it in the constructor, "
+    "and leave it there"
+)
+FROZEN = (
+    "requires_grad of the parameter {name!r} of {model!r} is {now} now, and was {before} when the model was built, by which the engine "
+    "trains; freeze or unfreeze it in the constructor or in build()"
+)
+ADDED = (
+    "forward, backward or the loss added {what} to {where} of {model!r}: it would be in no checkpoint, and on no other worker; register it "
+    "in the constructor"
+)
+BUFFER = (
+    "forward or backward changed the buffer {name!r} of {model!r}.  Its value would depend on which worker computed which microbatch, so "
+    "the result would depend on the number of workers.  Keep it out of the model.  In place of a norm with statistics of its own use "
+    "nn.BatchNorm1d, 2d or 3d, whose statistics the engine keeps, or a LayerNorm, RMSNorm or GroupNorm"
+)
+
+
+class Guard:
+    """Looks at the parameters and buffers of one wrapped model before and after something runs that must not change them."""
+
+    def __init__(self, model: nn.Module, parameters: Parameters, world: World, named: str) -> None:
+        """``named`` is the setting ``model`` of the job."""
+        self._parameters, self._member_of, self._named = parameters, world, named
+        modules = [*model.named_modules()]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._slots = [
+            (names[id(parameter)], module, key)
+            for _, module in modules
+            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        self._buffers = [(name, model.get_submodule(owner), key) for name, owner, key in _places(model)]
+        self._saved_empty = [
+            (".".join(filter(None, (where, key))), module, key)
+            for where, module in modules
+            for key, buffer in module._buffers.items()
+            if buffer is None and key not in module._non_persistent_buffers_set
+        ]
+        """Buffers that a checkpoint would have, if they had values.  Others without values are for what is computed once, as a table."""
+        self._sizes = [(where, module, len(module._parameters), len(module._modules)) for where, module in modules]
+        self._written: Mapping[str, Hashable] = {}
+        self._marks: dict[str, tuple[int, int]] = {}
+        self._values: dict[str, Tensor] = {}
+
+    def begin(self, *, values: bool = False) -> None:
+        """Remembers how the state is now, with ``values`` of the buffers if so.  The parameters must be those of the present round."""
+        self._written, self._marks = self._parameters.writes(), self._buffer_marks()
+        self._values = self._buffer_values() if values else {}
+
+    def check(self, *, buffers: bool = True, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Raises :class:`StateChanged` unless the state is as it was at :meth:`begin`.
+
+        It must be called outside of a pass.  If values are compared, the host waits for the device until ``given_up()``.
+        """
+        self._check_parameters()
+        if not buffers:
+            return
+        if (now := self._buffer_marks()) != self._marks:
+            self._refuse(BUFFER, next(name for name in now if now[name] != self._marks.get(name)))
+        for name, module, key in self._saved_empty:
+            if module._buffers.get(key) is not None:
+                self._refuse(ADDED, what=f"the buffer {name!r}", where="a buffer that was None")
+        before, self._values = self._values, {}
+        if before:
+            values = self._buffer_values()
+            changed = torch.stack([(values[name] != before[name]).any() for name in before])
+            for name, differs in zip(before, self._member_of.to_host(changed, given_up=given_up).tolist(), strict=True):
+                if differs:
+                    self._refuse(BUFFER, name)
+
+    def _check_parameters(self) -> None:
+        for name, module, key in self._slots:
+            found = dict.get(module._parameters, key)  # without waiting for its values: see :class:`Old`
+            if not self._parameters.is_own(name, found):
+                self._refuse(REPLACED, name)
+            elif found is not None and found.requires_grad != (name in self._parameters.trained):
+                self._refuse(FROZEN, name, now=found.requires_grad, before=name in self._parameters.trained)
+        if (now := self._parameters.writes()) != self._written:
+            self._refuse(WRITTEN, next(name for name in now if now[name] != self._written.get(name)))
+        for where, module, parameters, modules in self._sizes:
+            if len(module._parameters) != parameters or len(module._modules) != modules:
+                what = f"the parameter {[*module._parameters][-1]!r}" if len(module._parameters) > parameters else "a module"
+                self._refuse(ADDED, what=what, where=repr(where) if where else "the model")
+
+    def _refuse(self, said: str, name: str = "", **more: object) -> None:
+        raise StateChanged(said.format(name=name, model=self._named, **more))
+
+    def _buffer_marks(self) -> dict[str, tuple[int, int]]:
+        """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""
+        found = ((name, module._buffers.get(key)) for name, module, key in self._buffers)
+        return {name: (buffer.data_ptr(), buffer._version) if buffer is not None else (0, 0) for name, buffer in found}
+
+    def _buffer_values(self) -> dict[str, Tensor]:
+        """Returns copies of the bytes of all buffers by name."""
+        found = ((name, buffer) for name, module, key in self._buffers if (buffer := module._buffers.get(key)) is not None)
+        return {name: buffer.detach().clone().flatten().view(torch.uint8) for name, buffer in found if buffer.numel()}
+
+
+def _places(model: nn.Module) -> list[tuple[str, str, str]]:
+    """Returns the name of each buffer, that of its module, and its name there."""
+    return [(name, *name.rpartition(".")[::2]) for name, _ in model.named_buffers()]

@@ -39,10 +39,11 @@ from elastic.imports import failure
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.plan.copy_budget import amount
+from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome, is_count
 from elastic.state.initialise import cut
 from elastic.state.node_memory import free_memory
-from elastic.train.guards import WRITTEN
+from elastic.train.guards import BUFFER, WRITTEN
 from elastic.train.model import BUFFERS, State, about_meta, build_model
 from elastic.train.plain import Found, NoDropout, NoWrites, TorchOptimizer
 from elastic.train.remembered import attributes_of, changed
@@ -131,7 +132,7 @@ class Trial:
             raise
         except Exception as error:
             return f"not compared with plain torch, where model or loss fail with {failure(error)}"
-        world = World.alone(self.device, generation=0)
+        world = World.imagined(Layout(), self.device)  # which opens no communication library
         try:
             self._compare(plain, world, first, second)
         finally:
@@ -228,6 +229,8 @@ class Trial:
             if storages.get(name) != (id(each), each.untyped_storage()._cdata):
                 raise StateChanged(WRITTEN.format(name=name, model=job.model))
         if name := changed(since, last):
+            if name in dict(model.named_buffers()):
+                raise StateChanged(BUFFER.format(name=name, model=job.model))
             raise ModelError(
                 f"forward or the loss changes {name!r} of {job.model!r} with each microbatch: its value would depend on which worker "
                 f"computed which microbatch, and is in no checkpoint.  Compute it anew in each forward pass; draw random numbers from the "

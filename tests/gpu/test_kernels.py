@@ -235,3 +235,18 @@ def test_f7_fused_operations_are_measured_beside_plain_ones(name: str, record_pr
     )
     record_property("speed_up", told)
     print(told)
+
+
+def test_a_target_beyond_the_vocabulary_reads_no_other_memory() -> None:
+    """Its loss is NaN, and so is its gradient, so that no step applies it; other rows are as they were (torch has the right values)."""
+    from elastic.kernels.triton_kernels import cross_entropy_
+
+    logits = torch.randn(4, 300, device="cuda")
+    targets = torch.tensor([7, 300, -1, 10**6], device="cuda")
+    expected = torch.nn.functional.cross_entropy(logits[:1], targets[:1], reduction="none")
+    losses = torch.empty(4, device="cuda")
+    cross_entropy_(logits, targets, losses)
+    assert torch.isnan(losses).tolist() == [False, True, False, True]
+    assert torch.isnan(logits).any(1).tolist() == [False, True, False, True]
+    torch.testing.assert_close(losses[:1], expected)
+    assert losses[2] == 0

@@ -1,4 +1,4 @@
-"""U6: the engine does what plain torch does with a module, in every layout, or refuses it by a sentence that names the tensor.
+"""U1: the engine does what plain torch does with a module, in every layout, or refuses it by a sentence that names the tensor.
 
 The oracle is plain torch in one process: the model, the loss and an optimizer of ``torch.optim``, on the samples that Elastic draws.
 """
@@ -94,7 +94,7 @@ class Unused(Net):
         (Unused, [(TWO, {}), (HALVES, {"zero": 2})], adamw),
     ],
 )
-def test_u6_every_layout_has_the_weights_of_plain_torch(
+def test_u1_every_layout_has_the_weights_of_plain_torch(
     ranks: Ranks, tmp_path: Path, kind: type[nn.Module], layouts: Any, optimizer: Any
 ) -> None:
     changes = {"optim": ADAMW} if optimizer is adamw else {}
@@ -218,7 +218,7 @@ def refusal(world: World, job: Job, version: Version, last: int) -> str:
 
 
 @pytest.mark.parametrize(("layout", "zero"), [(TWO, 0), (HALVES, 2), (HALVES, 3)], ids=["two replicas", "stage 2", "stage 3"])
-def test_u6_a_change_of_the_state_is_refused_by_name(ranks: Ranks, tmp_path: Path, layout: Layout, zero: int) -> None:
+def test_u1_a_change_of_the_state_is_refused_by_name(ranks: Ranks, tmp_path: Path, layout: Layout, zero: int) -> None:
     """The control is the model that none of them has changed."""
     kinds = [kind for kind in REFUSED if not (zero == 3 and kind in (Replaced, Grown))]  # FSDP2 knows nothing of such a parameter
     jobs = [job_of(tmp_path / kind.__name__, kind, parallel={"zero": zero}) for kind in (*kinds, Net)]
@@ -294,7 +294,7 @@ class Reading(Net):
         (Reading, r"Tensor\.item\(\) cannot be called on meta tensors.*torch\.linspace\(0, 0\.3, 3, device='cpu'\)"),
     ],
 )
-def test_u6_a_model_is_what_its_constructor_made(tmp_path: Path, kind: type, said: str) -> None:
+def test_u1_a_model_is_what_its_constructor_made(tmp_path: Path, kind: type, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         train_here(job_of(tmp_path, kind), 1)
 

@@ -1,4 +1,4 @@
-"""U6: samples are those of the dataset, whatever it draws from and whatever the loss writes; a run and a node are bound to them."""
+"""U1: samples are those of the dataset, whatever it draws from and whatever the loss writes; a run and a node are bound to them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def loss_of_noise(model: nn.Module, batch: Batch) -> Any:
     return F.cross_entropy(out.flatten(0, 1), batch["y"].flatten(), reduction="sum"), batch["y"].numel()
 
 
-def test_u6_a_dataset_that_seeds_the_models_generator_gives_the_same_weights(ranks: Ranks, tmp_path: Path) -> None:
+def test_u1_a_dataset_that_seeds_the_models_generator_gives_the_same_weights(ranks: Ranks, tmp_path: Path) -> None:
     hashes = []
     for name, dataset, layout in (("own", Noisy, None), ("here", Seeding, None), ("two", Seeding, TWO)):
         job = job_of(tmp_path / name, Dropping, loss=f"{HERE}:loss_of_noise", data={"dataset": f"{HERE}:{dataset.__name__}"})
@@ -104,7 +104,7 @@ def loss_in_place(model: nn.Module, batch: Batch) -> Any:
     return loss(model, batch)
 
 
-def test_u6_a_batch_that_the_loss_changes_is_its_own(tmp_path: Path) -> None:
+def test_u1_a_batch_that_the_loss_changes_is_its_own(tmp_path: Path) -> None:
     Lent.kept.clear()
     job = job_of(tmp_path, Net, loss=f"{HERE}:loss_in_place", data={"dataset": f"{HERE}:Lent"})
     train_here(job, 2)

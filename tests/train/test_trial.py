@@ -1,4 +1,4 @@
-"""U6: a new run compares the engine with plain torch, refuses by name what differs, and nothing that is right."""
+"""U1: a new run compares the engine with plain torch, refuses by name what differs, and nothing that is right."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def loss_with_a_memory(model: nn.Module, batch: Batch) -> Any:
         (Masked, {"loss": f"{HERE}:loss_by_a_mask", **BF16}, r"the count of a microbatch is 1027 in plain torch, and 102\d in the engine"),
     ],
 )
-def test_u6_the_trial_refuses_by_name(tmp_path: Path, kind: type, changes: dict[str, Any], said: str) -> None:
+def test_u1_the_trial_refuses_by_name(tmp_path: Path, kind: type, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         tried(job_of(tmp_path, kind, **changes))
 
@@ -212,7 +212,7 @@ SHIPPED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *SHIPPED])
-def test_u6_the_trial_refuses_nothing_that_is_right(tmp_path: Path, name: str) -> None:
+def test_u1_the_trial_refuses_nothing_that_is_right(tmp_path: Path, name: str) -> None:
     job = job_of(tmp_path, Net, **RIGHT[name]) if name in RIGHT else toy_job(tmp_path, **SHIPPED[name])
     said = tried(job)
     assert said.startswith("compared with plain torch on 2 microbatches: loss, gradients"), said
@@ -228,7 +228,7 @@ LIBRARY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", LIBRARY)
-def test_u6_the_trial_passes_models_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_u1_the_trial_passes_models_of_transformers(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("transformers")
     args = {"config": {"model_type": kind, "vocab_size": 29, **LIBRARY[kind]}}
     said = tried(toy_job(tmp_path, model="elastic.models.transformers_lm:build", model_args=args))

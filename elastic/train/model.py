@@ -46,7 +46,7 @@ UPDATES = Tensor("updates", "scalar", "F32", ())
 """Number of updates that were applied; a step that is skipped does not count."""
 
 MISSED = "updates.missed"
-"""Name of the scalars that count, for each trained parameter, the updates that left it alone."""
+"""Name of the scalars that count, for each trained parameter in the order of names, the updates that left it alone."""
 
 BUFFERS = ("buffer", "constant")
 """Kinds of buffers: those that the model saves (persistent), and those that it does not."""
@@ -225,7 +225,8 @@ def misfit(job: Job, tensors: Sequence[Tensor], stored: Iterable[Tensor], versio
     there = {(tensor.kind, tensor.name): tensor for tensor in stored}
     here = {(tensor.kind, tensor.name): tensor for tensor in tensors}
     lost = next((tensor for key, tensor in there.items() if tensor.kind == "parameter" and key not in here), None)
-    ours = next((tensor for key, tensor in here.items() if there.get(key) != tensor), None)
+    differ = [tensor for key, tensor in here.items() if there.get(key) != tensor]
+    ours = next((tensor for tensor in differ if tensor.name != MISSED), None if lost is not None else next(iter(differ), None))
     if ours is None and lost is None:
         return ""
     named, checkpoint = f"model = {job.model!r}", f"the checkpoint of {version}"

@@ -1,8 +1,9 @@
-"""The side of plain torch in a comparison: its optimizers, and modes that watch what it does.  ``trial.py`` uses them."""
+"""The side of plain torch in a trial: its optimizers, modes that watch what it does, and how far two results are apart (``trial.py``)."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ from elastic.errors import StateChanged
 from elastic.job import Job
 from elastic.train.guards import WRITTEN
 
+SMALL = 0.01
+"""The part of the largest root mean square of a gradient below which that of a tensor is rounding, and is compared with this part."""
+ROUNDED = 2.0**-22
+"""The part by which weights in float32 are moved for that: two steps of the format."""
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_)
 """The functions of torch that drop values of their first argument."""
 
@@ -116,3 +121,46 @@ class NoDropout(TorchFunctionMode):
         elif getattr(func, "__name__", "") in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             args = tuple(0.0 if type(each) is float else each for each in args)  # the one number with a fraction is that of dropout
         return func(*args, **kwargs)
+
+
+def summary_of(found: Found) -> list[float]:
+    """Returns numbers that differ if the loss or any gradient does: norms, and sums in which places count."""
+    numbers = [found.loss, found.count]
+    for each in found.grads.values():
+        flat = each.detach().flatten().double()
+        numbers += [float(flat.norm()), float((flat * torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=flat.device)).sum())]
+    return [number if number == number else math.inf for number in numbers]
+
+
+def moved(values: Tensor) -> Tensor:
+    """Returns ``values`` moved by the rounding of a few operations, every second one up and the others down."""
+    if not values.is_floating_point():
+        return values
+    signs = 1 - 2 * (torch.arange(values.numel(), device=values.device) % 2).view(values.shape)
+    return values * (1 + signs * ROUNDED)
+
+
+def near(one: float, other: float, part: float) -> bool:
+    return one == other or abs(one - other) <= part * max(abs(one), abs(other))
+
+
+def apart_by(plain: float, ours: float) -> float:
+    """Returns the difference of two losses, as a part; those that are not finite are alike."""
+    if not math.isfinite(plain):
+        return 0.0 if not math.isfinite(ours) else math.inf
+    return abs(plain - ours) / max(abs(plain), abs(ours), 1e-30) if math.isfinite(ours) else math.inf
+
+
+def parts_of(plain: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns the difference of the gradients of each parameter, as a part of their norm, or of what is small beside all others."""
+    norms = {name: float(each.float().norm()) for name, each in plain.items()}
+    finite = [norm / each.numel() ** 0.5 for norm, each in zip(norms.values(), plain.values(), strict=True) if math.isfinite(norm)]
+    least, found = SMALL * max(finite, default=0.0), dict[str, float]()
+    for name, each in plain.items():
+        difference = float((ours[name].float().reshape(-1) - each.float().reshape(-1)).norm())
+        found[name] = difference / max(norms[name], least * each.numel() ** 0.5, 1e-30)
+        if not math.isfinite(norms[name]):  # what is not finite there must not be so here
+            found[name] = 0.0 if not math.isfinite(float(ours[name].float().norm())) else math.inf
+        elif not math.isfinite(difference):
+            found[name] = math.inf
+    return found

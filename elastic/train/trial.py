@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic.config.sections import UNUSED_SINCE
 from elastic.data.apart import apart
 from elastic.engine import paged
 from elastic.engine.axes.base import with_rows
@@ -45,7 +47,7 @@ from elastic.state.initialise import cut
 from elastic.state.node_memory import free_memory
 from elastic.train.guards import BUFFER, WRITTEN
 from elastic.train.model import BUFFERS, State, about_meta, build_model
-from elastic.train.plain import Found, NoDropout, NoWrites, TorchOptimizer
+from elastic.train.plain import Found, NoDropout, NoWrites, TorchOptimizer, apart_by, moved, near, parts_of, summary_of
 from elastic.train.remembered import attributes_of, changed
 from elastic.train.step import Session, compare_tokens, loss_of, microbatch_seed, seed_all
 from storage.errors import Unavailable
@@ -54,16 +56,14 @@ EXACT = 1e-5
 """Largest difference in float32, as a part of the loss or of the norm of a gradient."""
 STEPS = {"bf16": ("bf16", 16), "fp16": ("fp16", 32), "fp8": ("fp8 e4m3", 8), "fp8-rowwise": ("fp8 e4m3", 8)}
 """The largest difference in other formats: a format, and the multiple of the distance from 1 to its next larger number."""
-SMALL = 0.01
-"""The part of the largest root mean square of a gradient below which that of a tensor is rounding, and is compared with this part."""
 SENSITIVE = 4
-"""Times that a gradient in 16 bits may be further away than rounding of the weights alone moves it in float32, if that is more."""
+"""Times that a gradient may be further away than rounding of the weights alone moves it in float32, if that is more than the limit."""
 UPDATED = 1e-2
 """Largest difference of the values after two updates, as a part of what these have changed: AdamW divides by small gradients."""
 TIMES = 11
 """Bytes that a trial takes for each byte of the parameters: values, gradients and moments of both sides, and copies between them."""
 ROOM = 0.5
-"""The part of the free memory that they may take; activations are in the rest."""
+"""The part of the free memory that they may take; activations are in the rest.  Workers without a GPU share it, since they try at once."""
 KEPT = 2
 """Number of layers that stand for all where memory is short."""
 Batch = dict[str, Tensor]
@@ -158,7 +158,7 @@ class Trial:
         job, session = self.job, self.session
         blueprint = build_model(job, session.builder)
         size = sum(each.nbytes for each in blueprint.parameters())
-        if TIMES * size <= ROOM * _free(self.device):
+        if TIMES * size <= (room := _room(self.device, job)):
             with paged.seeded(job.seed), torch.device(self.device), torch.no_grad():
                 model: nn.Module = session.builder(**job.model_args)
                 model.init_weights()  # type: ignore[operator]
@@ -174,8 +174,8 @@ class Trial:
         self.session = session = replace(session, builder=shortened)
         model, layers = build_model(job, shortened), len(sharding_table(blueprint).blocks)
         size = sum(each.nbytes for each in model.parameters())
-        if layers <= KEPT or TIMES * size > ROOM * _free(self.device):
-            raise _TooLarge(f"both sides need {amount(TIMES * size)}, and half of {amount(_free(self.device))} is for that")
+        if layers <= KEPT or TIMES * size > room:
+            raise _TooLarge(f"both sides need {amount(TIMES * size)}, and {amount(int(room))} are for that")
         self.left_out.append(f"{layers - KEPT} of {layers} layers, since memory is short")
         tied = aliases_of(model)
         model.to_empty(device=self.device)
@@ -207,7 +207,13 @@ class Trial:
 
     def _loss(self, model: nn.Module, batch: Batch, number: int) -> tuple[Tensor, Tensor | float]:
         seed_all(microbatch_seed(self.job.seed, 1, number), self.device)
-        return loss_of(self.session, model, {name: value.to(self.device, copy=True) for name, value in batch.items()})
+        there = {name: value.to(self.device, copy=True) for name, value in batch.items()}
+        try:
+            return loss_of(self.session, model, there)
+        except StateChanged:
+            raise
+        except ElasticError as error:  # the model or the loss breaks its contract, and that is told where it is used
+            raise _Theirs(str(error)) from error
 
     def _alike(self) -> Any:
         """Both sides drop the same values, or none."""
@@ -218,10 +224,10 @@ class Trial:
         job, exact = self.job, self.job.reproducible
         storages = {name: (id(each), each.untyped_storage()._cdata) for name, each in model.named_parameters()}
         self._at_first = attributes_of(model, exact=exact)
-        before = _summary(self._watched(model, first))
+        before = summary_of(self._watched(model, first))
         noted = self._noted = attributes_of(model, exact=exact)
         self._plainly(model, second, 1)
-        after = _summary(self._plainly(model, first, 0))
+        after = summary_of(self._plainly(model, first, 0))
         since = attributes_of(model, exact=exact)
         self._plainly(model, first, 0)
         last = attributes_of(model, exact=exact)
@@ -236,7 +242,7 @@ class Trial:
                 f"computed which microbatch, and is in no checkpoint.  Compute it anew in each forward pass; draw random numbers from the "
                 f"default generators of torch, Python and numpy, which are seeded for each microbatch"
             )
-        same = before == after if exact else all(_near(a, b, 1e-3) for a, b in zip(before, after, strict=True))
+        same = before == after if exact else all(near(a, b, 1e-3) for a, b in zip(before, after, strict=True))
         if not same:
             kept = changed(noted, since)
             what = f"forward or the loss has set {kept!r}" if kept else "something outside of the model keeps a value"
@@ -262,36 +268,32 @@ class Trial:
         state = State(self.job, session.builder, session.rule, world, Version(0, 0))
         self._fill(state, model)
         compare_tokens(session, state.model)
-        optimizer, updates = TorchOptimizer.of(self.job, model) if self.exact else None, 0
         for number, batch in ((1, second), (0, first)):  # plain torch began with the other one
             plain = self._plainly(model, batch, number)
-            ours = self._by_the_engine(state, batch, number)
-            self._agree(model, batch, number, plain, ours)
-            if (
-                optimizer is not None
-                and (state.job.numerics >= 5 or not state.parameters.missing)
-                and plain.count
-                and is_count(plain.count)
-            ):
-                outcome = Outcome(
-                    max(self.job.steps // 2, 1),
-                    1,
-                    float(sum(each.double().square().sum() for each in ours.grads.values())),
-                    (ours.loss,),
-                    (int(ours.count),),
-                    ((0,),),
-                    finite=True,
-                )
-                if math.isfinite(outcome.squared_norm) and learning_rate_of(self.job, outcome.step):
-                    updates += 1
-                    before = {name: each.detach().clone() for name, each in model.named_parameters()}
-                    lr = state.optimizer.apply(state.parameters.grads(), outcome, state.parameters.missing)
-                    optimizer.step(lr, plain)
-                    self._same_values(state, model, before, plain)
-                    self._fill(state, model)
-        self._updates = " and two updates" if updates == 2 else ""
-        if not self._updates:
+            self._agree(model, batch, number, plain, self._by_the_engine(state, batch, number))
+        if (optimizer := TorchOptimizer.of(self.job, model) if self.exact else None) is None:
             self.left_out.append("updates")
+            return
+        updates = sum(self._update(state, model, optimizer, batch, number) for number, batch in ((0, first), (1, second)))
+        self._updates = " and two updates" if updates == 2 else ""
+
+    def _update(self, state: State, model: nn.Module, optimizer: TorchOptimizer, batch: Batch, number: int) -> bool:
+        """Updates both by the gradient of a microbatch.  Returns False if there is nothing to update by.
+
+        Raises :class:`ModelError` if a parameter has another value than in plain torch.
+        """
+        plain, ours = self._plainly(model, batch, number), self._by_the_engine(state, batch, number)
+        step, squares = max(self.job.steps // 2, 1), sum(float(each.double().square().sum()) for each in ours.grads.values())
+        skipped = self.job.numerics < UNUSED_SINCE and state.parameters.missing
+        if skipped or not plain.count or not is_count(plain.count) or not math.isfinite(squares) or not learning_rate_of(self.job, step):
+            return False
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
+        outcome = Outcome(step, 1, squares, (ours.loss,), (int(ours.count),), ((0,),), finite=True)
+        lr = state.optimizer.apply(state.parameters.grads(), outcome, state.parameters.missing)
+        optimizer.step(lr, plain)
+        self._same_values(state, model, before, plain)
+        self._fill(state, model)
+        return True
 
     def _fill(self, state: State, model: nn.Module) -> None:
         """Gives the state the values of plain torch."""
@@ -344,13 +346,13 @@ class Trial:
         named = f"model = {self.job.model!r} with loss = {self.job.loss!r}"
         if name := min(plain.grads.keys() ^ ours.grads.keys(), default=""):
             raise ModelError(f"{named}: {name!r} has a gradient {'in plain torch' if name in plain.grads else 'in the engine'} alone")
-        apart_, parts, wrong = _apart(plain.loss, ours.loss), _parts(plain.grads, ours.grads), ""
+        apart_, parts, wrong = apart_by(plain.loss, ours.loss), parts_of(plain.grads, ours.grads), ""
         furthest = max(parts, key=parts.__getitem__, default="")
         if plain.count != ours.count and plain.count == plain.count:  # what is no number is another matter
             wrong = f"the count of a microbatch is {plain.count:g} in plain torch, and {ours.count:g} in the engine"
         elif max(apart_, parts.get(furthest, 0.0)) > self.most:
             kept = replace(plain, grads={name: each.clone() for name, each in plain.grads.items()})
-            loss_by, by = (0.0, dict.fromkeys(parts, 0.0)) if self.exact else self._by_rounding(model, batch, number, kept)
+            loss_by, by = self._by_rounding(model, batch, number, kept)
             over = {name: part for name, part in parts.items() if part > max(self.most, SENSITIVE * by[name])}
             if apart_ > max(self.most, SENSITIVE * loss_by):
                 wrong = f"a microbatch loses {plain.loss:.8g} in plain torch, and {ours.loss:.8g} in the engine"
@@ -364,15 +366,15 @@ class Trial:
 
     def _by_rounding(self, model: nn.Module, batch: Batch, number: int, plain: Found) -> tuple[float, dict[str, float]]:
         """Returns how far the loss and each gradient move in float32 if the weights alone are rounded to the format."""
-        dtype, before = self._dtype, [each.detach().clone() for each in model.parameters()]
+        before = [each.detach().clone() for each in model.parameters()]
         with torch.no_grad():
             for each in model.parameters():
-                each.copy_(each.to(dtype))
+                each.copy_(each.to(self._dtype) if not self.exact else moved(each))
         rounded = self._plainly(model, batch, number)
         with torch.no_grad():
             for each, value in zip(model.parameters(), before, strict=True):
                 each.copy_(value)
-        return _apart(plain.loss, rounded.loss), _parts(plain.grads, rounded.grads)
+        return apart_by(plain.loss, rounded.loss), parts_of(plain.grads, rounded.grads)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -385,8 +387,8 @@ class Trial:
             for name, value in batch.items():
                 if value.is_floating_point():
                     rounded = self._plainly(model, {**batch, name: value.to(self._dtype).to(value.dtype)}, number)
-                    differs = rounded.count != plain.count or _apart(plain.loss, rounded.loss) > self.most / 2
-                    if differs or max(_parts(plain.grads, rounded.grads).values(), default=0.0) > self.most / 2:
+                    differs = rounded.count != plain.count or apart_by(plain.loss, rounded.loss) > self.most / 2
+                    if differs or max(parts_of(plain.grads, rounded.grads).values(), default=0.0) > self.most / 2:
                         return _rounded(name, self.job)
             return (
                 f"with precision = {self.job.precision!r} floating-point inputs of the model and of its blocks are rounded, and so is what "
@@ -420,6 +422,10 @@ class Trial:
                 )
 
 
+class _Theirs(Exception):
+    """The model or the loss fails in plain torch, too."""
+
+
 class _TooLarge(Exception):
     """Both sides do not fit the memory."""
 
@@ -438,11 +444,12 @@ def _steps(precision: str) -> float:
     return multiple * format_of(FORMATS[name]).eps
 
 
-def _free(device: torch.device) -> int:
+def _room(device: torch.device, job: Job) -> float:
+    """Returns the bytes that the values, gradients and moments of both sides may take."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    return free_memory()[0]
+        return ROOM * torch.cuda.mem_get_info(device)[0]
+    return ROOM * free_memory()[0] / min(job.workers.max, os.cpu_count() or 1)
 
 
 def _shorten(model: nn.Module) -> None:
@@ -457,41 +464,6 @@ def _shorten(model: nn.Module) -> None:
     table = ShardingTable(tuple(block for block in blocks if block in names))
     if hasattr(model, "sharding"):
         model.sharding = lambda: table  # type: ignore[assignment]  # its own may name layers that are gone
-
-
-def _summary(found: Found) -> list[float]:
-    """Returns numbers that differ if the loss or any gradient does: norms, and sums in which places count."""
-    numbers = [found.loss, found.count]
-    for each in found.grads.values():
-        flat = each.detach().flatten().double()
-        numbers += [float(flat.norm()), float((flat * torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=flat.device)).sum())]
-    return [number if number == number else math.inf for number in numbers]
-
-
-def _near(one: float, other: float, part: float) -> bool:
-    return one == other or abs(one - other) <= part * max(abs(one), abs(other))
-
-
-def _apart(plain: float, ours: float) -> float:
-    """Returns the difference of two losses, as a part; those that are not finite are alike."""
-    if not math.isfinite(plain):
-        return 0.0 if not math.isfinite(ours) else math.inf
-    return abs(plain - ours) / max(abs(plain), abs(ours), 1e-30) if math.isfinite(ours) else math.inf
-
-
-def _parts(plain: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the difference of the gradients of each parameter, as a part of their norm, or of what is small beside all others."""
-    norms = {name: float(each.float().norm()) for name, each in plain.items()}
-    finite = [norm / each.numel() ** 0.5 for norm, each in zip(norms.values(), plain.values(), strict=True) if math.isfinite(norm)]
-    least, found = SMALL * max(finite, default=0.0), dict[str, float]()
-    for name, each in plain.items():
-        difference = float((ours[name].float().reshape(-1) - each.float().reshape(-1)).norm())
-        found[name] = difference / max(norms[name], least * each.numel() ** 0.5, 1e-30)
-        if not math.isfinite(norms[name]):  # what is not finite there must not be so here
-            found[name] = 0.0 if not math.isfinite(float(ours[name].float().norm())) else math.inf
-        elif not math.isfinite(difference):
-            found[name] = math.inf
-    return found
 
 
 def _rounded(name: str, job: Job) -> str:

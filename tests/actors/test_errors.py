@@ -144,7 +144,7 @@ def test_members_that_run_unlike_blocks_end_the_run_with_the_cause(tmp_path: Pat
     the blocks and what to set.
     """
     model: dict[str, Any] = {"model": "tests.engine.test_unlike_order:Ways", "model_args": {"kind": kind}, "workers": {"min": 2, "max": 2}}
-    job = toy_job(tmp_path, name="unlike", **model, parallel={"zero": 3, "dp_shard": 2}, deadlines={"stall_s": 6})
+    job = toy_job(tmp_path, name="unlike", **model, parallel={"zero": 3, "dp_shard": 2}, deadlines={"stall_s": 6}, trial=False)
     (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["train", str(tmp_path / "job.toml")]) == 1
     shown = capsys.readouterr().out

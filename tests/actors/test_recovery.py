@@ -33,7 +33,7 @@ def undisturbed(folder: Path, package: str, monkeypatch: pytest.MonkeyPatch, **c
     """Runs a user's job in this process.  Returns its hash, and what its loss saw."""
     user_package(folder, package)
     monkeypatch.syspath_prepend(folder)
-    job = user_job(folder, package, **changes)
+    job = user_job(folder, package, trial=False, **changes)
     lines: list[str] = []
     assert run_local(job, lambda line: lines.append(str(line)))[0] == "Finished"
     saw = seen(folder)
@@ -222,7 +222,7 @@ def chain(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, *, kills:
     expected, saw = undisturbed(folder / "local", package, monkeypatch, steps=steps)
     user_package(folder, package)
     paced = {"read_s": 0.03}  # so that it does not end before it is killed
-    job = user_job(folder, package, data={"dataset": f"{package}.code:Walks", "args": paced}, steps=steps)
+    job = user_job(folder, package, data={"dataset": f"{package}.code:Walks", "args": paced}, steps=steps, trial=False)
     rng, per_save = random.Random(seed), job.checkpoint.save_every * job.microbatches
     done, victims = 0, set[int]()
     before = Machine.now(str(folder), package)

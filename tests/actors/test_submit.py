@@ -416,4 +416,5 @@ def test_a_users_project_trains_on_nodes_that_never_heard_of_elastic(
     assert_brought_by_ray(tmp_path, act.homes)
     # the user's own loss ran every microbatch of every step
     work, due = microbatches(tmp_path), microbatches(tmp_path, ours=True)
-    assert set(work) == set(due) and len(set(due)) == job.steps * job.microbatches
+    assert set(due) <= set(work) and len(set(due)) == job.steps * job.microbatches
+    assert len(set(work) - set(due)) <= 8, "a trial has a few more, with values of its own"

@@ -36,7 +36,7 @@ NAMED: tuple[tuple[str, ...], ...] = (
     ),
     (
         "every norm is finite",
-        "elastic/train/step.py",
+        "elastic/train/record.py",
         "torch.isfinite(norm).double()",
         "torch.ones_like(norm)",
         *("tests/train/test_transaction.py", "-k", "finite"),

@@ -240,9 +240,9 @@ def test_where_memory_is_short_the_first_layers_stand_for_all(tmp_path: Path, mo
 
     job = toy_job(tmp_path)
     parameters = sum(each.nbytes for each in build_model(job, __import__("elastic.models.llama").models.llama.build).parameters())
-    monkeypatch.setattr(module, "_free", lambda device: int(0.7 * module.TIMES * parameters / module.ROOM))
+    monkeypatch.setattr(module, "_room", lambda device, job: 0.7 * module.TIMES * parameters)
     assert "not compared: dropout" not in (said := tried(job)) and "2 of 4 layers, since memory is short" in said, said
-    monkeypatch.setattr(module, "_free", lambda device: 1000)
+    monkeypatch.setattr(module, "_room", lambda device, job: 1000)
     assert tried(job).startswith("not compared with plain torch: both sides need")
 
 

@@ -159,8 +159,11 @@ class Worker:
 
         if self._begins:
             self._doing = "compares with plain torch"
-            print(compare_with_torch(session, device), flush=True)
+            print(compare_with_torch(session, device, self._tell_doing), flush=True)
         self._doing = "warms up"
+
+    def _tell_doing(self, doing: str) -> None:
+        self._doing = doing
 
     def _tell_how_far(self) -> None:
         """Tells the coordinator, four times in ``form_s``, that this worker gets further, until it joins or stands still.

@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextmanager
@@ -36,3 +38,23 @@ def apart(seed: int) -> Iterator[Callable[[], bool]]:
 def _states() -> tuple[Hashable, ...]:
     name, keys, *rest = numpy.random.get_state(legacy=True)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, numpy.asarray(keys).tobytes(), *rest
+
+
+class Draws(BaseException):
+    """An operation would draw from a default generator.  It is no Exception, so that a dataset does not catch it."""
+
+
+class NoDraws(TorchDispatchMode):
+    """Raises :class:`Draws` in place of an operation of this thread that draws from a default generator of torch."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spares each process the import of torch's compiler."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not any(
+            isinstance(each, torch.Generator) for each in (*args, *(kwargs or {}).values())
+        ):
+            raise Draws
+        return func(*args, **(kwargs or {}))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elastic.data.apart import apart
+from elastic.data.apart import Draws, NoDraws, apart
 from elastic.data.cursor import Cursor
 from elastic.errors import DataError
 from elastic.imports import failure
@@ -167,6 +167,8 @@ class Loader:
             if future is None:
                 future = self._submitted(ids)
             return future.result() if future is not None else self._read_here(ids)
+        except Draws:
+            return self._read_here(ids)
         finally:
             self.waited_s += self._clock() - began
 
@@ -174,7 +176,25 @@ class Loader:
         """Lets the thread read ``ids``; returns None if the caller is to read them when they are needed."""
         if self._reader is None or self.draws or self._looked_at < LOOKED_AT:
             return None
-        return self._reader.submit(self._read, ids)
+        return self._reader.submit(self._read_ahead, ids)
+
+    def _read_ahead(self, ids: Ids) -> Batch:
+        """Reads in the thread, where no operation may draw.  The first that does ends the reading ahead, before it has drawn."""
+        try:
+            with NoDraws():
+                return self._read(ids)
+        except Draws:
+            self._drew()
+            raise
+
+    def _drew(self) -> None:
+        if not self.draws:
+            self.draws = True
+            print(
+                f"{self.named}: read() draws from the default generators of torch, Python or numpy, or seeds them, as the model does: it "
+                f"is called when samples are needed, and not ahead; a generator of its own (torch.Generator().manual_seed(id)) is faster",
+                flush=True,
+            )
 
     def _read_here(self, ids: Ids) -> Batch:
         """Reads in the caller's thread, and leaves the generators of the model as they are."""
@@ -184,13 +204,8 @@ class Loader:
             batch = self._read(ids)
             drew = drawn()
         self._looked_at += 1
-        if drew and not self.draws:
-            self.draws = True
-            print(
-                f"{self.named}: read() draws from the default generators of torch, Python or numpy, or seeds them, as the model does: it "
-                f"is called when samples are needed, and not ahead; a generator of its own (torch.Generator().manual_seed(id)) is faster",
-                flush=True,
-            )
+        if drew:
+            self._drew()
         return batch
 
     def _top_up(self) -> None:
@@ -222,7 +237,8 @@ class Loader:
             raise
         except Exception as error:  # the user's dataset may raise anything; without this nobody would see for which samples
             raise DataError(f"{self.named}: samples {list(ids)} cannot be read: {failure(error)}") from error
-        return self._known(_checked(batch, ids, self.named), ids)
+        own = {name: value.clone() for name, value in _checked(batch, ids, self.named).items()}  # the dataset may use its memory again
+        return self._known(own, ids)
 
     def _known(self, batch: Batch, ids: Ids) -> Batch:
         """Raises :class:`DataError` if the model does not know a token of ``batch``: a GPU would end the process, and name nothing."""

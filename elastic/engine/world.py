@@ -267,8 +267,10 @@ class World:
 
         return wait
 
-    def to_host(self, tensor: torch.Tensor, until: float = math.inf, given_up: Callable[[], bool] = lambda: False) -> torch.Tensor:
-        """Returns ``tensor`` in host memory.
+    def to_host(
+        self, tensor: torch.Tensor, until: float = math.inf, given_up: Callable[[], bool] = lambda: False, key: str = TO_HOST
+    ) -> torch.Tensor:
+        """Returns ``tensor`` in host memory, that of ``key``.
 
         On an accelerator this polls and never synchronises, because a collective whose peer died does not end.
 
@@ -276,7 +278,7 @@ class World:
         """
         if tensor.device.type == "cpu":
             return tensor
-        host = self.staging.buffer(TO_HOST, tensor)
+        host = self.staging.buffer(key, tensor)
         host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
@@ -292,9 +294,9 @@ class World:
             self.staging.buffer(key, like)
 
     def to_device(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of ``tensor`` on the device, without waiting for the device.  Each ``key`` may have one copy in flight."""
+        """Returns ``tensor`` on the device, without waiting for the device.  Each ``key`` may have one copy in flight."""
         if self.device.type == "cpu":
-            return tensor.clone()
+            return tensor
         host = self.staging.buffer(key, tensor)
         host.copy_(tensor)
         return host.to(self.device, non_blocking=True)

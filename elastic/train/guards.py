@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from elastic.engine.axes.base import Parameters
 from elastic.engine.world import World
@@ -35,6 +36,13 @@ ADDED = (
     "forward, backward or the loss added {what} to {where} of {model!r}: it would be in no checkpoint, and on no other worker; register it "
     "in the constructor"
 )
+GRADIENT = (
+    "the loop of {model!r} changed gradients of its parameters, which the engine has summed already, or sums over workers: the step would "
+    "not have the change, or workers would differ.  Set optim.clip_norm in place of clip_grad_norm_, or give a parameter a hook "
+    "(register_hook)"
+)
+HOST, NORMS = "guard", "guard's norms"
+"""Keys of the host memory for comparisons."""
 BUFFER = (
     "forward or backward changed the buffer {name!r} of {model!r}.  Its value would depend on which worker computed which microbatch, so "
     "the result would depend on the number of workers.  Keep it out of the model.  In place of a norm with statistics of its own use "
@@ -50,6 +58,7 @@ class Guard:
         self._parameters, self._member_of, self._named = parameters, world, named
         modules = [*model.named_modules()]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._zero = torch.zeros((), device=world.device)
         self._slots = [
             (names[id(parameter)], module, key)
             for _, module in modules
@@ -63,15 +72,26 @@ class Guard:
             if buffer is None and key not in module._non_persistent_buffers_set
         ]
         """Buffers that a checkpoint would have, if they had values.  Others without values are for what is computed once, as a table."""
-        self._sizes = [(where, module, len(module._parameters), len(module._modules)) for where, module in modules]
+        self._sizes = [(where, module, len(module._parameters), len(module._modules), len(module._buffers)) for where, module in modules]
         self._written: Mapping[str, Hashable] = {}
         self._marks: dict[str, tuple[int, int]] = {}
         self._values: dict[str, Tensor] = {}
+        self._norms: Tensor | None = None
+        self._grads: list[object] | None = None
 
-    def begin(self, *, values: bool = False) -> None:
-        """Remembers how the state is now, with ``values`` of the buffers if so.  The parameters must be those of the present round."""
+    def begin(self, *, values: bool = False, loop: bool = False) -> None:
+        """Remembers how the state is now, with ``values`` of the buffers if so.  The parameters must be those of the present round.
+
+        With ``loop`` a loop of the user's comes next, whose writes through ``.data`` and to gradients are noticed, too.
+        """
         self._written, self._marks = self._parameters.writes(), self._buffer_marks()
         self._values = self._buffer_values() if values else {}
+        self._norms, self._grads = (self._own_norms(), self._own_grads()) if loop else (None, None)
+
+    def reserve(self) -> None:
+        """Reserves the host memory of comparisons before anything is launched that may hang."""
+        self._member_of.reserve(HOST, torch.empty(max(len(self._buffers), 1), dtype=torch.bool))
+        self._member_of.reserve(NORMS, torch.empty(len(self._slots), dtype=torch.bool))
 
     def check(self, *, buffers: bool = True, given_up: Callable[[], bool] = lambda: False) -> None:
         """Raises :class:`StateChanged` unless the state is as it was at :meth:`begin`.
@@ -79,6 +99,12 @@ class Guard:
         It must be called outside of a pass.  If values are compared, the host waits for the device until ``given_up()``.
         """
         self._check_parameters()
+        if self._grads is not None and self._own_grads() != self._grads:
+            self._refuse(GRADIENT)
+        if (norms := self._norms) is not None:
+            alike = torch.isclose(self._own_norms(), norms, rtol=0, atol=0, equal_nan=True)
+            if False in (found := self._member_of.to_host(alike, given_up=given_up, key=NORMS).tolist()):
+                self._refuse(WRITTEN, self._slots[found.index(False)][0])
         if not buffers:
             return
         if (now := self._buffer_marks()) != self._marks:
@@ -90,7 +116,7 @@ class Guard:
         if before:
             values = self._buffer_values()
             changed = torch.stack([(values[name] != before[name]).any() for name in before])
-            for name, differs in zip(before, self._member_of.to_host(changed, given_up=given_up).tolist(), strict=True):
+            for name, differs in zip(before, self._member_of.to_host(changed, given_up=given_up, key=HOST).tolist(), strict=True):
                 if differs:
                     self._refuse(BUFFER, name)
 
@@ -103,13 +129,29 @@ class Guard:
                 self._refuse(FROZEN, name, now=found.requires_grad, before=name in self._parameters.trained)
         if (now := self._parameters.writes()) != self._written:
             self._refuse(WRITTEN, next(name for name in now if now[name] != self._written.get(name)))
-        for where, module, parameters, modules in self._sizes:
+        for where, module, parameters, modules, buffers in self._sizes:
+            if len(module._buffers) > buffers and (key := [*module._buffers][-1]) not in module._non_persistent_buffers_set:
+                self._refuse(ADDED, what=f"the buffer {key!r}", where=repr(where) if where else "the model")
             if len(module._parameters) != parameters or len(module._modules) != modules:
                 what = f"the parameter {[*module._parameters][-1]!r}" if len(module._parameters) > parameters else "a module"
                 self._refuse(ADDED, what=what, where=repr(where) if where else "the model")
 
     def _refuse(self, said: str, name: str = "", **more: object) -> None:
         raise StateChanged(said.format(name=name, model=self._named, **more))
+
+    def _own_norms(self) -> Tensor:
+        """Returns the norm of what this member has of each parameter in its place: a number that other values hardly have."""
+        there = [dict.get(module._parameters, key) for _, module, key in self._slots]
+        values = [each._local_tensor if isinstance(each, DTensor) else each for each in there]
+        with torch.no_grad():
+            return torch.stack([each.detach().float().norm() if each is not None else self._zero for each in values])
+
+    def _own_grads(self) -> list[object]:
+        """Returns a mark of the gradient that each parameter has: mostly none, since the engine takes them."""
+        grads = (each.grad if (each := dict.get(module._parameters, key)) is not None else None for _, module, key in self._slots)
+        return [
+            None if each is None else (id(each), (each._local_tensor if isinstance(each, DTensor) else each)._version) for each in grads
+        ]
 
     def _buffer_marks(self) -> dict[str, tuple[int, int]]:
         """Returns, by name, the address of each buffer, and how often it was written to, as far as torch counts that."""

@@ -384,7 +384,13 @@ class State:
         """Returns the names of the trained parameters that no microbatch of the prepared step gave a gradient."""
         if self.used is None:
             return frozenset()
-        return frozenset(name for name, used in zip(self.trained, self.world.to_host(self.used).tolist(), strict=True) if not used)
+        used = self.world.to_host(self.used, key="used anywhere").tolist()
+        return frozenset(name for name, is_used in zip(self.trained, used, strict=True) if not is_used)
+
+    def reserve(self) -> None:
+        """Reserves the host memory of :meth:`unused`, and of the guard, before anything is launched that may hang."""
+        self.world.reserve("used anywhere", torch.empty(len(self.trained), dtype=torch.uint8))
+        self.guard.reserve()
 
     def train(self) -> None:
         """Puts the model into training mode by its own ``train()``, which may leave parts of it out, unless that was done and all is."""

@@ -1,11 +1,13 @@
-"""The side of plain torch in a trial: its optimizers, modes that watch what it does, and how far two results are apart (``trial.py``)."""
+"""The side of plain torch in a trial (``trial.py``): what it computes, what it must not do, and what it keeps."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import random
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +17,32 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from elastic.errors import StateChanged
+from elastic.engine import paged
+from elastic.engine.axes.base import take_over
+from elastic.engine.dtypes import FORMATS, format_of
+from elastic.engine.parallelize import aliases_of, sharding_table, tie
+from elastic.errors import ElasticError, ModelError, StateChanged
 from elastic.job import Job
-from elastic.train.guards import WRITTEN
+from elastic.models.spec import ShardingTable
+from elastic.plan.copy_budget import amount
+from elastic.state.node_memory import free_memory
+from elastic.train.differences import near, summary_of, values_of
+from elastic.train.guards import BUFFER, WRITTEN
+from elastic.train.model import build_model
+from elastic.train.remembered import attributes_of, changed
+from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
 
-SMALL = 0.01
-"""The part of the largest root mean square of a gradient below which that of a tensor is rounding, and is compared with this part."""
-ROUNDED = 2.0**-22
-"""The part by which weights in float32 are moved for that: two steps of the format."""
+EXACT = 1e-5
+"""Largest difference in float32, as a part of the loss or of the norm of a gradient."""
+STEPS = {"bf16": ("bf16", 16), "fp16": ("fp16", 32), "fp8": ("fp8 e4m3", 8), "fp8-rowwise": ("fp8 e4m3", 8)}
+"""The largest difference in other formats: a format, and the multiple of the distance from 1 to its next larger number."""
+TIMES = 11
+"""Bytes that a trial takes for each byte of the parameters: values, gradients and moments of both sides, and copies between them."""
+ROOM = 0.5
+"""The part of the free memory that they may take; activations are in the rest.  Workers without a GPU share it, since they try at once."""
+KEPT = 2
+"""Number of layers that stand for all where memory is short."""
+Batch = dict[str, Tensor]
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.dropout_)
 """The functions of torch that drop values of their first argument."""
 
@@ -123,44 +143,217 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def summary_of(found: Found) -> list[float]:
-    """Returns numbers that differ if the loss or any gradient does: norms, and sums in which places count."""
-    numbers = [found.loss, found.count]
-    for each in found.grads.values():
-        flat = each.detach().flatten().double()
-        numbers += [float(flat.norm()), float((flat * torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=flat.device)).sum())]
-    return [number if number == number else math.inf for number in numbers]
+class _Theirs(Exception):
+    """The model or the loss fails in plain torch, too."""
 
 
-def moved(values: Tensor) -> Tensor:
-    """Returns ``values`` moved by the rounding of a few operations, every second one up and the others down."""
-    if not values.is_floating_point():
-        return values
-    signs = 1 - 2 * (torch.arange(values.numel(), device=values.device) % 2).view(values.shape)
-    return values * (1 + signs * ROUNDED)
+class TooLarge(Exception):
+    """Both sides do not fit the memory."""
 
 
-def near(one: float, other: float, part: float) -> bool:
-    return one == other or abs(one - other) <= part * max(abs(one), abs(other))
+class PlainSide:
+    """Builds the model in plain torch, computes microbatches with it, and looks for what it keeps from one to the next."""
+
+    def __init__(self, session: Session, device: torch.device, tell: Callable[[str], None]) -> None:
+        job, self.tell = session.job, tell
+        policy = job.recompute if job.recompute != "auto" else "none"
+        changes: dict[str, Any] = {"compile": False, "activations": "keep", "recompute": policy, "offload": "none", "offload_folder": ""}
+        self.job = job.replace(**changes, offload_buffer_gb=1.0)
+        self.session, self.device = replace(session, job=self.job), device
+        self.left_out = [name for name, is_set in _others(job) if is_set]
+        self.exact = job.precision == "fp32"
+        """True if both sides compute in one format."""
+        self._passes, self._draws = 0, False
+        self._seeded: Hashable = None
+        self._updates = ""
+        self._at_first: Mapping[str, Hashable] = {}
+        self._noted: Mapping[str, Hashable] = {}
+        """The attributes of the model in plain torch before its first microbatch, and after that."""
+        self.largest = 0.0
+        """The largest difference that was found, as a part."""
+        self.most = EXACT if self.exact else _steps(job.precision)
+        if job.reduction.wire == "bf16":
+            self.most = max(self.most, _steps("bf16"))
+
+    def _samples(self) -> tuple[Batch, Batch]:
+        """Returns the first microbatch, and the next one."""
+        session, size = self.session, self.job.microbatch_size
+        step = session.cursor.batches.since + 1
+        after = (step, 1) if session.cursor.microbatches(step, size) > 1 else (step + 1, 0)
+        return session.loader.read(session.cursor.some_ids(size)), session.loader.read(session.cursor.microbatch_ids(*after, size))
+
+    def _plain(self, blueprint: nn.Module) -> nn.Module:
+        """Returns the model in plain torch, with the values of ``init_weights()``."""
+        job, session = self.job, self.session
+        self.tell("builds the model in plain torch")
+        size = sum(each.nbytes for each in blueprint.parameters())
+        if TIMES * size <= (room := _room(self.device, job)):
+            with paged.seeded(job.seed), torch.device(self.device), torch.no_grad():
+                model: nn.Module = session.builder(**job.model_args)
+                model.init_weights()  # type: ignore[operator]
+            paged.refuse_other_than_values(paged.facts_of(blueprint), model)
+            return model
+        builder = session.builder
+
+        def shortened(**args: Any) -> nn.Module:
+            model: nn.Module = builder(**args)
+            _shorten(model)
+            return model
+
+        self.session = session = replace(session, builder=shortened)
+        model, layers = build_model(job, shortened), len(sharding_table(blueprint).blocks)
+        size = sum(each.nbytes for each in model.parameters())
+        if layers <= KEPT or TIMES * size > room:
+            raise TooLarge(f"both sides need {amount(TIMES * size)}, and {amount(int(room))} are for that")
+        self.left_out.append(f"{layers - KEPT} of {layers} layers, since memory is short")
+        tied, before = aliases_of(model), dict(model.named_parameters())
+        model.to_empty(device=self.device)
+        tie(model, tied)
+        for name, parameter in model.named_parameters():
+            take_over(parameter, before[name])
+        there = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+        def keep(name: str, whole: Tensor) -> None:
+            there[name].data.copy_(whole)
+
+        with paged.seeded(job.seed):
+            paged.initialise(lambda: shortened(**job.model_args), self.device, job.seed, keep, lambda name, nbytes: None, lambda: None)
+        return model
+
+    def _plainly(self, model: nn.Module, batch: Batch, number: int, *, watch: bool = False) -> Found:
+        """Computes a microbatch in plain torch; with ``watch`` no operation may write to a parameter."""
+        for parameter in model.parameters():
+            parameter.grad = None
+        model.train()
+        self._passes += 1
+        self.tell(f"computes in plain torch, pass {self._passes}")
+        with self._alike(), NoWrites(model, self.job.model) if watch else nullcontext():
+            loss, count = self._loss(model, batch, number)
+            loss.backward()
+        self._draws = self._draws or _state(self.device) != self._seeded
+        grads = {name: each.grad for name, each in model.named_parameters() if each.requires_grad and each.grad is not None}
+        if sparse := next((name for name, each in grads.items() if each.layout is not torch.strided), ""):
+            raise ModelError(
+                f"the gradient of {sparse!r} of {self.job.model!r} is sparse, and sparse gradients cannot be summed in a fixed order; "
+                f"leave out sparse=True where the model calls torch.nn.functional.embedding"
+            )
+        return Found(float(loss.detach()), float(count), grads)
+
+    def _loss(self, model: nn.Module, batch: Batch, number: int) -> tuple[Tensor, Tensor | float]:
+        seed_all(microbatch_seed(self.job.seed, 1, number), self.device)
+        self._seeded = _state(self.device)
+        there = {name: value.to(self.device, copy=True) for name, value in batch.items()}
+        try:
+            return loss_of(self.session, model, there)
+        except StateChanged:
+            raise
+        except ElasticError as error:  # the model or the loss breaks its contract, and that is told where it is used
+            raise _Theirs(str(error)) from error
+
+    def _alike(self) -> Any:
+        """Both sides drop the same values, or none."""
+        return nullcontext() if self.exact else NoDropout()
+
+    def _remembers(self, model: nn.Module, first: Batch, second: Batch) -> None:
+        """Raises :class:`ModelError` if plain torch computes the first microbatch otherwise after another one."""
+        job, exact = self.job, self.job.reproducible
+        memory = {name: (id(each), each.untyped_storage()._cdata) for name, each in model.named_parameters()}
+        values = values_of(model)
+        self._at_first = attributes_of(model, exact=exact)
+        self._watched(model, first)
+        noted = self._noted = attributes_of(model, exact=exact)
+        self._evaluates(model, first)
+        self._plainly(model, second, 1)
+        before = summary_of(self._plainly(model, first, 0))
+        self._plainly(model, second, 1)
+        after = summary_of(self._plainly(model, first, 0))
+        since = attributes_of(model, exact=exact)
+        self._plainly(model, first, 0)
+        last, now = attributes_of(model, exact=exact), values_of(model)
+        for name, each in model.named_parameters():
+            if memory.get(name) != (id(each), each.untyped_storage()._cdata) or now[name] != values[name]:
+                raise StateChanged(WRITTEN.format(name=name, model=job.model))
+        if name := changed(since, last):
+            if name in dict(model.named_buffers()):
+                raise StateChanged(BUFFER.format(name=name, model=job.model))
+            raise ModelError(
+                f"forward or the loss changes {name!r} of {job.model!r} with each microbatch: its value would depend on which worker "
+                f"computed which microbatch, and is in no checkpoint.  Compute it anew in each forward pass; draw random numbers from the "
+                f"default generators of torch, Python and numpy, which are seeded for each microbatch"
+            )
+        same = before == after if exact else all(near(a, b, 1e-3) for a, b in zip(before, after, strict=True))
+        if not same:
+            kept = changed(noted, since)
+            what = f"forward or the loss has set {kept!r}" if kept else "something outside of the model keeps a value"
+            raise ModelError(
+                f"model = {job.model!r} with loss = {job.loss!r}: plain torch computes the first microbatch otherwise once another one was "
+                f"computed (loss {before[0]:g}, then {after[0]:g}): {what}.  The result would depend on which worker computed which "
+                f"microbatch; let each depend on its samples and the weights alone"
+            )
+
+    def _watched(self, model: nn.Module, batch: Batch) -> None:
+        """Computes a microbatch in which no operation may write to a parameter."""
+        try:
+            self._plainly(model, batch, 0, watch=True)
+        except (StateChanged, torch.OutOfMemoryError):
+            raise
+        except Exception:  # some operations of torch cannot be watched; values are compared at the end
+            self._plainly(model, batch, 0)
+
+    def _evaluates(self, model: nn.Module, batch: Batch) -> None:
+        """Raises :class:`StateChanged` if evaluation, as in a validation, or the way there and back, writes to a parameter or a buffer."""
+        before = {name: each.detach().clone() for name, each in model.named_buffers()}
+        try:
+            with NoWrites(model, self.job.model), torch.no_grad():
+                model.eval()
+                self._loss(model, batch, 0)
+                model.train()
+        except (StateChanged, torch.OutOfMemoryError):
+            raise
+        except Exception:  # a loss need not work in evaluation, if there is none
+            model.train()
+        for name, each in model.named_buffers():
+            if name in before and not torch.equal(each, before[name]):
+                raise StateChanged(BUFFER.format(name=name, model=self.job.model))
 
 
-def apart_by(plain: float, ours: float) -> float:
-    """Returns the difference of two losses, as a part; those that are not finite are alike."""
-    if not math.isfinite(plain):
-        return 0.0 if not math.isfinite(ours) else math.inf
-    return abs(plain - ours) / max(abs(plain), abs(ours), 1e-30) if math.isfinite(ours) else math.inf
+def _others(job: Job) -> Iterator[tuple[str, bool]]:
+    """Yields what a trial leaves out, and whether the job has it."""
+    yield "compiled code", job.compile
+    yield f"activations = {job.activations!r}", job.activations != "keep"
+    yield f"offload = {job.offload!r}", job.offloads
+    yield "worlds of several workers", job.workers.max > 1
+    yield "dropout", job.precision != "fp32"
 
 
-def parts_of(plain: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the difference of the gradients of each parameter, as a part of their norm, or of what is small beside all others."""
-    norms = {name: float(each.float().norm()) for name, each in plain.items()}
-    finite = [norm / each.numel() ** 0.5 for norm, each in zip(norms.values(), plain.values(), strict=True) if math.isfinite(norm)]
-    least, found = SMALL * max(finite, default=0.0), dict[str, float]()
-    for name, each in plain.items():
-        difference = float((ours[name].float().reshape(-1) - each.float().reshape(-1)).norm())
-        found[name] = difference / max(norms[name], least * each.numel() ** 0.5, 1e-30)
-        if not math.isfinite(norms[name]):  # what is not finite there must not be so here
-            found[name] = 0.0 if not math.isfinite(float(ours[name].float().norm())) else math.inf
-        elif not math.isfinite(difference):
-            found[name] = math.inf
-    return found
+def _steps(precision: str) -> float:
+    name, multiple = STEPS[precision]
+    return multiple * format_of(FORMATS[name]).eps
+
+
+def _state(device: torch.device) -> Hashable:
+    """Returns the state of the generators from which a pass may draw."""
+    cuda = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
+    return torch.get_rng_state().numpy().tobytes(), cuda, random.getstate()
+
+
+def _room(device: torch.device, job: Job) -> float:
+    """Returns the bytes that the values, gradients and moments of both sides may take."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return ROOM * torch.cuda.mem_get_info(device)[0]
+    return ROOM * free_memory()[0] / min(job.workers.max, os.cpu_count() or 1)
+
+
+def _shorten(model: nn.Module) -> None:
+    """Leaves the first ``KEPT`` layers of the list that has the blocks of ``model``."""
+    blocks = sharding_table(model).blocks
+    for name in {block.rpartition(".")[0] for block in blocks}:
+        layers = model.get_submodule(name)
+        if not isinstance(layers, nn.ModuleList):
+            raise TooLarge(f"both sides do not fit the memory, and {name!r} is no list that can be made shorter")
+        del layers[KEPT:]
+    names = {name for name, _ in model.named_modules()}
+    table = ShardingTable(tuple(block for block in blocks if block in names))
+    if hasattr(model, "sharding"):
+        model.sharding = lambda: table  # type: ignore[assignment]  # its own may name layers that are gone

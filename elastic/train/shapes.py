@@ -19,9 +19,9 @@ def expect_shapes(session: Session, model: torch.nn.Module, batch: dict[str, tor
     session.shapes = session.shapes or shapes
     if shapes == session.shapes or not sharding_table(model).blocks:
         return
-    name = next(name for name in shapes if shapes[name] != session.shapes.get(name))
+    name = next(name for name in (*shapes, *session.shapes) if shapes.get(name) != session.shapes.get(name))
     raise DataError(
-        f"{session.loader.named}: {name!r} of the samples {list(ids)} has the shape {shapes[name]}, and that of an earlier microbatch "
+        f"{session.loader.named}: {name!r} of the samples {list(ids)} has the shape {shapes.get(name)}, and that of an earlier microbatch "
         f"{session.shapes.get(name)}: with compile = true and reproducible = true all microbatches must have the same shapes, since torch "
         f"compiles for the lengths that a worker happens to see first, and rounds by them; pad all samples to one length, or set compile = "
         f"false or reproducible = false"

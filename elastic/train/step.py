@@ -166,7 +166,7 @@ class Step:
         reserve(state, self._shape)
         session.loader.avoid(state.spikes.quarantined, state.spikes.anywhere)
         if session.job.loop:
-            state.guard.begin()  # the user's code comes next
+            state.guard.begin(loop=True)  # the user's code comes next
         if session.job.checkpoint.compare and due(number, session.job.checkpoint.save_every, session.job.steps):
             compare(state, partial(leave_if_over, fence))
 
@@ -221,7 +221,7 @@ class Step:
             told = checked_metrics(metrics or {})
             self.outcome = self._commit()
             if self._session.job.loop:
-                self._state.guard.begin()
+                self._state.guard.begin(loop=True)
             self._done(self.outcome, told)
             return self.outcome
 
@@ -234,13 +234,16 @@ class Step:
         """The error with which an operation of the step failed first, or None."""
         return self._failure.error
 
+    def _barred(self) -> bool:
+        """Returns whether nothing of this step can be applied any more."""
+        return self._fence.member.barred
+
     def _microbatches(self) -> Iterator[dict[str, torch.Tensor]]:
         session, state, step = self._session, self._state, self.number
         world, job = state.world, session.job
-        state.train()
         compare_tokens(session, state.model)
         if job.loop:
-            state.guard.check()
+            state.guard.check(given_up=self._barred)
         deal = state.sync.begin_step(self._shape.microbatches)
         self._rounds = deal.rounds
         session.counters.at("reads data")
@@ -249,6 +252,8 @@ class Step:
             session.counters["stepping_since_ns"] = session.counters["stepping_since_ns"] or time.time_ns()
             state.parameters.begin_round(round_, last=round_ + 1 == deal.rounds)
             state.statistics.begin_round(round_, deal)
+            state.sync.round.idle = index is None
+            state.train()  # a loss may have left it in evaluation mode
             if batch is None:
                 batch = session.loader.read(session.cursor.idle_ids(step, job.microbatch_size))
             if job.compile and job.reproducible:
@@ -288,7 +293,9 @@ class Step:
         if index is not None:
             share.unused = state.parameters.missing if share.unused is None else share.unused & state.parameters.missing
         if not state.tried or len(share.losses) == self._rounds:
-            state.guard.check(given_up=lambda: self._fence.member.barred)
+            state.guard.check(given_up=self._barred)
+        if session.job.loop and len(share.losses) == self._rounds:
+            state.guard.begin(loop=True)
         state.tried = True
         share.samples.append(self._ids if index is not None else ())
         session.counters["microbatch"] = len(share.losses)
@@ -299,7 +306,7 @@ class Step:
     def _commit(self) -> Outcome:
         session, state, share, step, shape = self._session, self._state, self._share, self.number, self._shape
         if session.job.loop:
-            state.guard.check()
+            state.guard.check(given_up=self._barred)
         copied = session.snapshots.settle() if session.snapshots else NO_COPIES
         if session.snapshots is not None and state.shard.home is not None:
             state.next_home = session.snapshots.next_home(state.shard)
@@ -330,6 +337,7 @@ def reserve(state: State, shape: CommitShape) -> None:
     record = torch.empty(shape.fields, dtype=torch.float64)
     state.world.reserve("record", record)
     state.world.reserve("used", torch.empty(len(state.trained), dtype=torch.uint8))
+    state.reserve()
     state.world.reserve(TO_HOST, record.new_empty(shape.world * shape.fields + len(state.trained) * _watches(state)))
 
 

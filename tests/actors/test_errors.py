@@ -138,6 +138,20 @@ def test_l9_a_loss_that_returns_a_mean_is_refused_before_the_first_step(tmp_path
     assert_no_actor_left("mean")
 
 
+@pytest.mark.parametrize("trial", [True, False])
+def test_u1_a_trial_refuses_before_a_world_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str], trial: bool) -> None:
+    """U1: what a model keeps from one microbatch to the next ends a new run as the job's fault, by name.  The control has no trial."""
+    job = toy_job(
+        tmp_path, name="kept", model="tests.train.test_trial:CountingOwn", model_args={}, steps=1, trial=trial, workers={"max": 2}
+    )
+    (tmp_path / "job.toml").write_text(to_toml(job))
+    assert main(["train", str(tmp_path / "job.toml")]) == trial
+    shown = capsys.readouterr().out
+    said = "forward or the loss changes 'calls' of 'tests.train.test_trial:CountingOwn' with each microbatch"
+    assert ("form generation" not in shown) is (said in shown) is trial and "Traceback" not in shown
+    assert_no_actor_left("kept")
+
+
 @pytest.mark.parametrize("kind", ["teacher", pytest.param("swapped", marks=pytest.mark.full)])
 def test_members_that_run_unlike_blocks_end_the_run_with_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     """R20, C4: members wait for each other, or reach the commit with unlike blocks.  After one retry the run ends as the job's fault, with

@@ -295,6 +295,7 @@ BOUNDARIES = {
     "elastic/state/uploads.py": "whatever ends a look for copies goes to the keeper's log, and the next look follows",
     "elastic/engine/paged.py": "whatever the user's initialisation makes of values that were lost is done again with the true ones",
     "elastic/train/contract.py": "the user's code need not work with other numbers of samples than that of a microbatch",
+    "elastic/train/plain.py": "what cannot be watched, or evaluated, in plain torch is computed without that",
     "elastic/train/trial.py": "whatever the user's code raises in plain torch it raises again in a step, or it becomes a sentence",
     "elastic/train/spare_time.py": "whatever the user's code raises while a spare validates is noted, and tried again",
     "elastic/train/errands.py": "whatever the user's model raises while it writes text is noted, and tried again",

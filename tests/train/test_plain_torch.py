@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from elastic.engine.world import World
 from elastic.errors import ModelError, StateChanged
@@ -20,7 +21,24 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.train.local import run_local
-from tests.support.plain_models import ADAMW, CPU, HALVES, STEPS, TWO, WIDTH, WORDS, Assigned, Net, adamw, job_of, plainly, sgd, values_of
+from tests.support.plain_models import (
+    ADAMW,
+    CPU,
+    HALVES,
+    STEPS,
+    TWO,
+    WIDTH,
+    WORDS,
+    Assigned,
+    Batch,
+    Net,
+    adamw,
+    job_of,
+    loss,
+    plainly,
+    sgd,
+    values_of,
+)
 from tests.support.ranks import Ranks
 from tests.support.segments import member, segment, train, train_here
 from tests.support.toys import BatchNormed, Own, toy_job
@@ -172,6 +190,14 @@ class Grown(Net):
             self.more = nn.Parameter(torch.zeros(3))
 
 
+class Registered(Net):
+    """It registers a statistic when it first runs."""
+
+    def before(self, t: Tensor) -> None:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", t.float().mean())
+
+
 class Filled(Net):
     """A statistic that a checkpoint would have, if it was there when the model was built."""
 
@@ -200,9 +226,10 @@ REFUSED: dict[type, str] = {
     Bounded: "changed the parameter 'embed.weight' of",
     Taught: "changed the parameter 'teacher.weight' of",
     Assigned: "changed the parameter 'head.weight' of|put another tensor in the place of the parameter 'head.weight'",
-    Replaced: "put another tensor in the place of the parameter 'head.weight' of|changed the parameter 'head.weight' of",
+    Replaced: "put another tensor in the place of the parameter 'head.weight' of",
     Thawed: "requires_grad of the parameter 'embed.weight' of .* is True now, and was False|changed the parameter 'embed.weight'",
     Grown: "added the parameter 'more' to the model of",
+    Registered: "added the buffer 'mean' to the model of",
     Filled: "added the buffer 'centre' to a buffer that was None",
     Flagged: "changed the buffer 'average' of",
 }
@@ -311,6 +338,23 @@ def clamping(ctx: Any) -> None:
         step.commit()
 
 
+def clipping(ctx: Any) -> None:
+    model = ctx.build().model
+    for step in ctx.steps():
+        step.run()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        step.commit()
+
+
+def clamping_data(ctx: Any) -> None:
+    model = ctx.build().model
+    for step in ctx.steps():
+        step.run()
+        step.commit()
+        model.head.weight.data.clamp_(-0.1, 0.1)
+
+
 def clamping_later(ctx: Any) -> None:
     model = ctx.build().model
     for step in ctx.steps():
@@ -333,6 +377,8 @@ def thawing(ctx: Any) -> None:
     ("loop", "said"),
     [
         (clamping, r"changed the parameter 'head\.weight'"),
+        (clipping, "changed gradients of its parameters"),
+        (clamping_data, r"changed the parameter 'head\.weight'"),
         (clamping_later, r"changed the parameter 'head\.weight'"),
         (thawing, r"requires_grad of the parameter 'head\.weight' .* is False now, and was True"),
     ],
@@ -357,3 +403,24 @@ def test_a_step_of_one_worker_is_guarded(tmp_path: Path) -> None:
                     me.step()
     finally:
         world.close()
+
+
+class Falling(Net):
+    """Dropout, and a loss that leaves the model in evaluation."""
+
+    def forward(self, t: Tensor) -> Tensor:
+        return F.dropout(super().forward(t), 0.5, self.training)
+
+
+def loss_that_evaluates(model: nn.Module, batch: Batch) -> Any:
+    found = loss(model, batch)
+    model.eval()
+    with torch.no_grad():
+        model(batch["t"])
+    return found
+
+
+def test_u1_each_microbatch_is_computed_in_training_mode(ranks: Ranks, tmp_path: Path) -> None:
+    """It does not matter who computed the one before."""
+    jobs = [job_of(tmp_path / str(n), Falling, loss=f"{HERE}:loss_that_evaluates") for n in range(2)]
+    assert train_here(jobs[0], STEPS).hash == train(ranks, jobs[1], TWO, STEPS).hash

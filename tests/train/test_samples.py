@@ -145,3 +145,40 @@ def test_a_node_with_another_order_of_tensors_is_refused(tmp_path: Path, monkeyp
     assert difference(builds[2], builds[0], True) is None
     frozen = Net()
     assert digest_of(frozen) != digest_of(frozen.requires_grad_(False))
+
+
+class Reusing(Numbers):
+    """Fills the same memory in each call."""
+
+    def __init__(self) -> None:
+        self.memory = {"t": torch.empty(2, 6, dtype=torch.int64), "y": torch.empty(2, 6, dtype=torch.int64)}
+
+    def read(self, ids: tuple[int, ...]) -> Batch:
+        for name, value in super().read(ids).items():
+            self.memory[name].copy_(value)
+        return self.memory
+
+
+class Rarely(Numbers):
+    """Draws for one sample, long after the first reads."""
+
+    def read(self, ids: tuple[int, ...]) -> Batch:
+        if 40 in ids:
+            torch.rand(3)
+        return super().read(ids)
+
+
+def test_what_is_read_ahead_is_a_copy_and_leaves_the_generators_alone() -> None:
+    """The control: the reads before the one that draws are made ahead."""
+    for kind in (Reusing, Rarely):
+        with closing(Loader(kind(), Cursor(48, 12, 0), 2, named="data.dataset = 'mine'")) as loader:
+            for first in range(LOOKED_AT):
+                loader.read((first, first + 1))
+            before = torch.get_rng_state()
+            ahead = [loader._submitted((first, first + 1)) for first in (30, 32, 40)]
+            assert None not in ahead
+            for future, first in zip(ahead, (30, 32, 40), strict=True):
+                found = loader._await(future, (first, first + 1))
+                assert torch.equal(found["t"], Numbers().read((first, first + 1))["t"])
+            assert torch.equal(before, torch.get_rng_state())
+            assert loader.draws is (kind is Rarely)

@@ -30,6 +30,8 @@ class Round:
     """The number of this round in its step, from 0."""
     last: bool = True
     """True in the last round of the step."""
+    idle: bool = False
+    """True in a round in which this member has no microbatch: its gradients count for nothing, whatever hooks have made of them."""
 
 
 class Reduction(ABC):

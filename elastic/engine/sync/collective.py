@@ -37,6 +37,8 @@ class CollectiveReduction(Reduction):
 
     def reduce(self, grads: Tensor) -> Tensor | None:
         shards = self.world.layout.dp_shard
+        if self.scheme.round.idle:
+            grads = torch.zeros_like(grads)
         if shards > 1 and not self.scheme.deferred:
             return self._scattered(grads.to(_wide(grads)))
         self.total = grads.to(_wide(grads), copy=True) if self.total is None else self.total.add_(grads)

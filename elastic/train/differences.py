@@ -1,0 +1,68 @@
+"""Measures how far two results of one microbatch are apart, and makes numbers by which a result is known again, for ``trial.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from elastic.train.plain import Found
+
+SMALL = 0.01
+"""The part of the largest root mean square of a gradient below which that of a tensor is rounding, and is compared with this part."""
+ROUNDED = 2.0**-22
+"""The part by which weights in float32 are moved for that: two steps of the format."""
+
+
+def summary_of(found: Found) -> list[float]:
+    """Returns numbers that differ if the loss or any gradient does: norms, and sums in which places count."""
+    numbers = [found.loss, found.count]
+    for each in found.grads.values():
+        flat = each.detach().flatten().double()
+        numbers += [float(flat.norm()), float((flat * torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=flat.device)).sum())]
+    return [number if number == number else math.inf for number in numbers]
+
+
+def moved(values: Tensor, part: float, kind: int) -> Tensor:
+    """Returns ``values`` moved by ``part``, each up or down: in another pattern for each ``kind``."""
+    if not values.is_floating_point():
+        return values
+    places = torch.arange(values.numel(), device=values.device)
+    signs = 1 - 2 * ((places * (2 * kind + 1) + places // (kind + 2)) % 2).view(values.shape)
+    return values * (1 + signs * part)
+
+
+def near(one: float, other: float, part: float) -> bool:
+    return one == other or abs(one - other) <= part * max(abs(one), abs(other))
+
+
+def apart_by(plain: float, ours: float) -> float:
+    """Returns the difference of two losses, as a part; those that are not finite are alike."""
+    if not math.isfinite(plain):
+        return 0.0 if not math.isfinite(ours) else math.inf
+    return abs(plain - ours) / max(abs(plain), abs(ours), 1e-30) if math.isfinite(ours) else math.inf
+
+
+def parts_of(plain: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns the difference of the gradients of each parameter, as a part of their norm, or of what is small beside all others."""
+    norms = {name: float(each.float().norm()) for name, each in plain.items()}
+    finite = [norm / each.numel() ** 0.5 for norm, each in zip(norms.values(), plain.values(), strict=True) if math.isfinite(norm)]
+    least, found = SMALL * max(finite, default=0.0), dict[str, float]()
+    for name, each in plain.items():
+        difference = float((ours[name].float().reshape(-1) - each.float().reshape(-1)).norm())
+        found[name] = difference / max(norms[name], least * each.numel() ** 0.5, 1e-30)
+        if not math.isfinite(norms[name]):  # what is not finite there must not be so here
+            found[name] = 0.0 if not math.isfinite(float(ours[name].float().norm())) else math.inf
+        elif not math.isfinite(difference):
+            found[name] = math.inf
+    return found
+
+
+def values_of(model: nn.Module) -> dict[str, float]:
+    """Returns a number for each parameter that other values hardly have."""
+    norms = {name: each.detach().float().norm() for name, each in model.named_parameters()}
+    return dict(zip(norms, torch.stack([*norms.values()]).nan_to_num().tolist(), strict=True)) if norms else {}

@@ -142,7 +142,7 @@ def test_l9_a_loss_that_returns_a_mean_is_refused_before_the_first_step(tmp_path
 def test_u1_a_trial_refuses_before_a_world_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str], trial: bool) -> None:
     """U1: what a model keeps from one microbatch to the next ends a new run as the job's fault, by name.  The control has no trial."""
     job = toy_job(
-        tmp_path, name="kept", model="tests.train.test_trial:CountingOwn", model_args={}, steps=1, trial=trial, workers={"max": 2}
+        tmp_path, name="kept", model="tests.train.test_trial:CountingOwn", model_args={}, steps=2, trial=trial, workers={"max": 2}
     )
     (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["train", str(tmp_path / "job.toml")]) == trial

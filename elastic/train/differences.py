@@ -14,17 +14,20 @@ if TYPE_CHECKING:
 
 SMALL = 0.01
 """The part of the largest root mean square of a gradient below which that of a tensor is rounding, and is compared with this part."""
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers with the bits of those with fractions, by their bytes."""
 ROUNDED = 2.0**-22
 """The part by which weights in float32 are moved for that: two steps of the format."""
 
 
-def summary_of(found: Found) -> list[float]:
-    """Returns numbers that differ if the loss or any gradient does: norms, and sums in which places count."""
-    numbers = [found.loss, found.count]
-    for each in found.grads.values():
-        flat = each.detach().flatten().double()
-        numbers += [float(flat.norm()), float((flat * torch.linspace(1, 2, flat.numel(), dtype=torch.float64, device=flat.device)).sum())]
-    return [number if number == number else math.inf for number in numbers]
+def summary_of(found: Found, *, exact: bool) -> list[float]:
+    """Returns numbers that differ if the loss or any gradient does: its norm and, if ``exact``, the sum of its bits."""
+    norms = [each.detach().norm().float() for each in found.grads.values()]
+    told = [found.loss, found.count, *(torch.stack(norms).tolist() if norms else ())]
+    if exact and norms:
+        bits = [each.detach().contiguous().view(WORDS[each.dtype.itemsize]).sum(dtype=torch.int64) for each in found.grads.values()]
+        told += torch.stack(bits).tolist()
+    return [number if number == number else math.inf for number in told]
 
 
 def moved(values: Tensor, part: float, kind: int) -> Tensor:

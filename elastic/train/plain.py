@@ -85,7 +85,7 @@ class TorchOptimizer:
     def step(self, lr: float, found: Found) -> None:
         """Updates by the mean gradient, clipped, with decoupled weight decay before it."""
         settings, grads = self.job.optim, [*found.grads.values()]
-        norm = float(torch.stack([each.double().square().sum() for each in grads]).sum().sqrt()) / max(found.count, 1)
+        norm = float(torch.stack([each.norm().double() for each in grads]).norm()) / max(found.count, 1)
         clip = settings.clip_norm / norm if norm > settings.clip_norm else 1.0
         with torch.no_grad():
             for grad in grads:
@@ -264,9 +264,9 @@ class PlainSide:
         noted = self._noted = attributes_of(model, exact=exact)
         self._evaluates(model, first)
         self._plainly(model, second, 1)
-        before = summary_of(self._plainly(model, first, 0))
+        before = summary_of(self._plainly(model, first, 0), exact=exact)
         self._plainly(model, second, 1)
-        after = summary_of(self._plainly(model, first, 0))
+        after = summary_of(self._plainly(model, first, 0), exact=exact)
         since = attributes_of(model, exact=exact)
         self._plainly(model, first, 0)
         last, now = attributes_of(model, exact=exact), values_of(model)

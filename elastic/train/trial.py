@@ -132,7 +132,7 @@ class Trial(PlainSide):
         Raises :class:`ModelError` if a parameter has another value than in plain torch.
         """
         plain, ours = self._plainly(model, batch, number), self._by_the_engine(state, batch, number)
-        step, squares = max(self.job.steps // 2, 1), sum(float(each.double().square().sum()) for each in ours.grads.values())
+        step, squares = max(self.job.steps // 2, 1), sum(float(each.norm()) ** 2 for each in ours.grads.values())
         skipped = self.job.numerics < UNUSED_SINCE and state.parameters.missing
         if skipped or not plain.count or not is_count(plain.count) or not math.isfinite(squares) or not learning_rate_of(self.job, step):
             return False

@@ -151,7 +151,7 @@ def project(folder: Path, name: str, wheel: Path | None, **changes: Any) -> Job:
 def reference(job: Job, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns the result of the job in one process without Ray."""
     monkeypatch.syspath_prepend(folder / "project")
-    return alone(job.replace(name="local", data={"dataset": job.data.dataset}))
+    return alone(job.replace(name="local", data={"dataset": job.data.dataset}, trial=False))
 
 
 def where(folder: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -125,9 +125,17 @@ def names_of(build: Callable[[], nn.Module]) -> tuple[Order, dict[str, Fact]]:
     return [(names.get(id(tensor), ""), tensor.shape) for tensor in order], facts_of(model)
 
 
-def refuse_other_than_values(before: Mapping[str, Fact], model: nn.Module) -> None:
-    """Raises :class:`ModelError` if ``init_weights()`` has done more to ``model`` than to give values."""
+def refuse_other_than_values(before: Mapping[str, Fact], built: Collection[str], model: nn.Module) -> None:
+    """Raises :class:`ModelError` if ``init_weights()`` has done more to ``model`` than to give values.
+
+    ``before`` is of the model on the meta device, and ``built`` has the names of the tensors before ``init_weights()``.
+    """
     after = facts_of(model)
+    if more := next((name for name in built if name not in before), ""):
+        raise ModelError(
+            f"the constructor makes {more!r} on a device, and does not where the model has no values (the meta device); make the same "
+            f"tensors on every device: nn.utils.parametrizations.orthogonal needs use_trivialization=False"
+        )
     if more := next((name for name in after if name not in before), ""):
         raise ModelError(
             f"init_weights() added {more!r} to the model, or put it in the place of a tied or empty one; register it in the constructor, "
@@ -289,10 +297,11 @@ class Pages(TorchDispatchMode):
             with self.own():
                 for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                     self._add(name, tensor)  # a copied module has registered nothing
+            built = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             model.init_weights()  # type: ignore[operator]
-        self._finish(model)
+        self._finish(model, built)
 
-    def _finish(self, model: nn.Module) -> None:
+    def _finish(self, model: nn.Module, built: Collection[str]) -> None:
         """Keeps the final values of what has not been kept yet, and frees all pages."""
         final: dict[str, Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -302,7 +311,7 @@ class Pages(TorchDispatchMode):
             if name not in final:
                 raise ModelError(f"init_weights() removed {name!r} from the model; leave it, since a checkpoint has it")
             self._add(name, final[name])
-        refuse_other_than_values(self.facts, model)
+        refuse_other_than_values(self.facts, built, model)
         for page in list(self.live.values()):
             self._leave(page)
         for name in self.facts:

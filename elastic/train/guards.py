@@ -20,13 +20,13 @@ from elastic.engine.world import World
 from elastic.errors import StateChanged
 
 WRITTEN = (
-    "forward, backward or the loss changed the parameter {name!r} of {model!r} by itself, not by its gradient.  Such a change is lost "
-    "where weights are gathered or copied, and workers would differ.  Compute what you need from it, as "
-    "w = nn.functional.normalize(self.weight), and leave out max_norm, clamping in place and teachers that are averaged in forward"
+    "forward, backward, the loss or the loop changed the parameter {name!r} of {model!r} by itself, not by its gradient.  Such a change is "
+    "lost where weights are gathered or copied, and workers would differ.  Compute what you need from it, as "
+    "w = nn.functional.normalize(self.weight), and leave out max_norm and clamping in place; a teacher that is averaged is not possible yet"
 )
 REPLACED = (
-    "forward, backward or the loss put another tensor in the place of the parameter {name!r} of {model!r}; build it in the constructor, "
-    "and leave it there"
+    "forward, backward, the loss or the loop put another tensor in the place of the parameter {name!r} of {model!r}; build it in the "
+    "constructor, and leave it there"
 )
 FROZEN = (
     "requires_grad of the parameter {name!r} of {model!r} is {now} now, and was {before} when the model was built, by which the engine "
@@ -46,7 +46,8 @@ HOST, NORMS = "guard", "guard's norms"
 BUFFER = (
     "forward or backward changed the buffer {name!r} of {model!r}.  Its value would depend on which worker computed which microbatch, so "
     "the result would depend on the number of workers.  Keep it out of the model.  In place of a norm with statistics of its own use "
-    "nn.BatchNorm1d, 2d or 3d, whose statistics the engine keeps, or a LayerNorm, RMSNorm or GroupNorm"
+    "nn.BatchNorm1d, 2d or 3d, whose statistics the engine keeps, or a LayerNorm, RMSNorm or GroupNorm; "
+    "nn.utils.parametrizations.spectral_norm keeps such a buffer, and weight_norm none"
 )
 
 

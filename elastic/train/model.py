@@ -133,7 +133,7 @@ def _fix_of(error: Exception) -> str:
     if "meta tensors" in str(error):
         return (
             "a model is built on the meta device, without values: compute a number without a tensor, or with one on the CPU, as "
-            "torch.linspace(0, 0.3, 3, device='cpu')"
+            "torch.linspace(0, 0.3, 3, device='cpu'); nn.utils.parametrizations.orthogonal needs use_trivialization=False"
         )
     if not any(
         frame.name == "from_pretrained" and "modeling_utils" in frame.filename for frame in traceback.extract_tb(error.__traceback__)

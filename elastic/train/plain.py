@@ -34,7 +34,7 @@ from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
 
 EXACT = 1e-5
 """Largest difference in float32, as a part of the loss or of the norm of a gradient."""
-STEPS = {"bf16": ("bf16", 16), "fp16": ("fp16", 32), "fp8": ("fp8 e4m3", 8), "fp8-rowwise": ("fp8 e4m3", 8)}
+STEPS = {"bf16": ("bf16", 32), "fp16": ("fp16", 64), "fp8": ("fp8 e4m3", 8), "fp8-rowwise": ("fp8 e4m3", 8)}
 """The largest difference in other formats: a format, and the multiple of the distance from 1 to its next larger number."""
 TIMES = 11
 """Bytes that a trial takes for each byte of the parameters: values, gradients and moments of both sides, and copies between them."""
@@ -163,7 +163,7 @@ class PlainSide:
         self.left_out = [name for name, is_set in _others(job) if is_set]
         self.exact = job.precision == "fp32"
         """True if both sides compute in one format."""
-        self._passes, self._draws = 0, False
+        self._passes, self._draws, self._skipped = 0, False, 0
         self._seeded: Hashable = None
         self._updates = ""
         self._at_first: Mapping[str, Hashable] = {}
@@ -190,8 +190,9 @@ class PlainSide:
         if TIMES * size <= (room := _room(self.device, job)):
             with paged.seeded(job.seed), torch.device(self.device), torch.no_grad():
                 model: nn.Module = session.builder(**job.model_args)
+                built = paged.facts_of(model)
                 model.init_weights()  # type: ignore[operator]
-            paged.refuse_other_than_values(paged.facts_of(blueprint), model)
+            paged.refuse_other_than_values(paged.facts_of(blueprint), built, model)
             return model
         builder = session.builder
 

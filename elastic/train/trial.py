@@ -100,6 +100,13 @@ class Trial(PlainSide):
             self._compare(plain, world, first, second)
         finally:
             world.close()
+        if self._skipped:
+            which = "both microbatches" if self._skipped == 2 else "one of two microbatches"
+            self.left_out.append(
+                f"loss and gradients of {which}, since the model draws random numbers, which torch draws otherwise in 16 bits"
+            )
+        if self._skipped == 2:
+            return f"not compared with plain torch: {', '.join(self.left_out)}"
         said = f"compared with plain torch on 2 microbatches: loss, gradients{self._updates} agree to {self.largest:.1e}"
         return f"{said}; not compared: {', '.join(self.left_out)}" if self.left_out else said
 
@@ -163,11 +170,25 @@ class Trial(PlainSide):
         except (ElasticError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's code may raise anything
-            mend = about_meta(error, state.model) or "the sentences in the guide, at “Your own code”, say what a module may do"
+            mend = (
+                about_meta(error, state.model)
+                or self._about_formats(error)
+                or "the sentences in the guide, at “Your own code”, say what a module may do"
+            )
             raise ModelError(
                 f"model = {self.job.model!r} with loss = {self.job.loss!r} computes a microbatch in plain torch, and failed in the engine "
                 f"with {failure(error)}: {mend}"
             ) from error
+
+    def _about_formats(self, error: Exception) -> str:
+        """Returns what to do about an error of two formats that meet, in 16 bits; "" for any other error."""
+        if self.exact or not any(word in str(error).lower() for word in ("dtype", "type (", "scalar type")):
+            return ""
+        return (
+            f"precision = {self.job.precision!r} is no autocast: weights are in that format, and floating-point inputs are cast where the "
+            f"model itself and its blocks are called.  Cast what forward makes (x.to(self.weight.dtype)), call the model and not a part of "
+            f"it, or take precision = 'fp32' with torch.autocast in the loss"
+        )
 
     def _in_the_engine(self, state: State, batch: Batch, number: int) -> Found:
         scale, deal = state.optimizer.loss_scale.value, state.sync.begin_step(1)
@@ -179,6 +200,7 @@ class Trial(PlainSide):
             with self._alike():
                 loss, count = self._loss(state.model, batch, number)
                 state.parameters.end_forward()
+                state.statistics.add(0)
                 (loss * scale if scale != 1 else loss).backward()
             state.parameters.end_round()
             state.guard.check()
@@ -210,7 +232,7 @@ class Trial(PlainSide):
                 wrong = f"the gradient of {name!r} in the engine is {over[name]:.2g} of its norm away from that of plain torch"
             plain = kept
         if wrong and self._draws and not self.exact:  # torch draws other numbers in 16 bits
-            self.left_out.append("a model that draws random numbers in 16 bits")
+            self._skipped += 1
             return
         if wrong:
             raise ModelError(f"{named}: {wrong}; {self._why(model, batch, number, plain)}")
@@ -254,9 +276,10 @@ class Trial(PlainSide):
                     if differs or max(parts_of(plain.grads, rounded.grads).values(), default=0.0) > self.most / 2:
                         return _rounded(name, self.job)
             return (
-                f"with precision = {self.job.precision!r} floating-point inputs of the model and of its blocks are rounded, and so is what "
-                f"layers compute: set casts_inputs = False on the model and cast what its layers need, compute sensitive parts in float32, "
-                f"or set precision = 'fp32'.  If that is not the reason, trial = false goes on without a trial"
+                f"precision = {self.job.precision!r} rounds weights, inputs of the model and of its blocks, and what they compute.  Compute "
+                f"in float32 what is sensitive to that, first of all choices (argmax, top-k, routing), as F.linear(x.float(), w.float()); "
+                f"set casts_inputs = False on a model whose inputs must stay as they are; or set precision = 'fp32'.  If that is not "
+                f"the reason, trial = false goes on without a trial"
             )
         if name := changed(self._at_first, self._noted):
             return (

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from elastic.engine.world import World
 from elastic.errors import ModelError, StateChanged
@@ -302,6 +303,12 @@ class Optimizing(Net):
         self.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
+class Orthogonal(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = parametrizations.orthogonal(nn.Linear(WIDTH, 3))
+
+
 class Reading(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -318,6 +325,7 @@ class Reading(Net):
         (Overlapping, r"'head\.weight' and 'tied' of .* are two tensors in the same memory"),
         (Late, r"'head\.weight' of .* has no shape before the first forward pass"),
         (Optimizing, r"'head\.weight' of .* has a hook that gets the gradient after it is added"),
+        (Orthogonal, r"the constructor makes 'head\.parametrizations\.weight\.0\.base' on a device.*use_trivialization=False"),
         (Reading, r"Tensor\.item\(\) cannot be called on meta tensors.*torch\.linspace\(0, 0\.3, 3, device='cpu'\)"),
     ],
 )

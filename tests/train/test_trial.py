@@ -98,6 +98,25 @@ class Tabled(Net):
         return super().forward(t) * self.table
 
 
+class Twice(Net):
+    """It uses a norm with statistics twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, t: Tensor) -> Tensor:
+        x = self.embed(t).flatten(0, 1)
+        return self.head(self.norm(x) + self.norm(2 * x)).view(*t.shape, 3)
+
+
+class Wide(Net):
+    """It makes a tensor in float32 in forward."""
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.head(self.embed(t) + torch.ones(WIDTH))
+
+
 class Sparse(Net):
     def forward(self, t: Tensor) -> Tensor:
         return self.head(F.embedding(t, self.embed.weight, sparse=True))
@@ -220,6 +239,8 @@ def loss_with_a_memory(model: nn.Module, batch: Batch) -> Any:
         (Centred, {}, r"'centre' is set by the first microbatch"),
         (Net, {"loss": f"{HERE}:loss_with_a_memory"}, r"otherwise once another one was computed .* something outside of the model"),
         (Tabled, {}, r"'table': a tensor in a plain attribute has no values.*; 'others': modules in a list"),
+        (Twice, {}, r"used 'norm' of .* 2 times"),
+        (Wide, BF16, r"precision = 'bf16' is no autocast"),
         (Sparse, {}, r"the gradient of 'embed\.weight' of .* is sparse"),
         (Timed, TIMED, r"'when' of the batch is rounded to the format of precision = 'bf16'.*set casts_inputs = False on the model"),
         (Rescaled, {}, r"changed the parameter 'head\.weight' of"),

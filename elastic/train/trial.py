@@ -276,7 +276,7 @@ class Trial(PlainSide):
                     if differs or max(parts_of(plain.grads, rounded.grads).values(), default=0.0) > self.most / 2:
                         return _rounded(name, self.job)
             return (
-                f"precision = {self.job.precision!r} rounds weights, inputs of the model and of its blocks, and what they compute.  Compute "
+                f"precision = {self.job.precision!r} rounds weights, inputs of the model and of its blocks, and what they compute.  Do "
                 f"in float32 what is sensitive to that, first of all choices (argmax, top-k, routing), as F.linear(x.float(), w.float()); "
                 f"set casts_inputs = False on a model whose inputs must stay as they are; or set precision = 'fp32'.  If that is not "
                 f"the reason, trial = false goes on without a trial"

@@ -143,7 +143,7 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Theirs(Exception):
+class Theirs(Exception):
     """The model or the loss fails in plain torch, too."""
 
 
@@ -249,7 +249,7 @@ class PlainSide:
         except StateChanged:
             raise
         except ElasticError as error:  # the model or the loss breaks its contract, and that is told where it is used
-            raise _Theirs(str(error)) from error
+            raise Theirs(str(error)) from error
 
     def _alike(self) -> Any:
         """Both sides drop the same values, or none."""

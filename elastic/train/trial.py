@@ -37,7 +37,7 @@ from elastic.protocol.commit_record import Outcome, is_count
 from elastic.state.initialise import cut
 from elastic.train.differences import ROUNDED, apart_by, moved, parts_of
 from elastic.train.model import BUFFERS, State, about_meta, build_model
-from elastic.train.plain import Batch, Found, PlainSide, TooLarge, TorchOptimizer
+from elastic.train.plain import Batch, Found, PlainSide, Theirs, TooLarge, TorchOptimizer
 from elastic.train.remembered import changed
 from elastic.train.step import Session, compare_tokens
 from storage.errors import Unavailable
@@ -88,7 +88,7 @@ class Trial(PlainSide):
         try:
             plain = self._plain(blueprint)
             self._remembers(plain, first, second)
-        except TooLarge as error:
+        except (Theirs, TooLarge) as error:
             return f"not compared with plain torch: {error}"
         except (ElasticError, Unavailable, torch.OutOfMemoryError):
             raise

@@ -336,6 +336,12 @@ def test_u1_the_trial_passes_models_of_transformers(tmp_path: Path, kind: str) -
     assert said.startswith("compared with plain torch on 2 microbatches"), said
 
 
+def test_what_fails_in_plain_torch_too_is_left_to_the_first_step(tmp_path: Path) -> None:
+    """The sentence is that of the loss, which is wrong for this model and is not that of the job's own loop."""
+    said = tried(job_of(tmp_path, Net, loss="elastic.engine.loss:next_token"))
+    assert said.startswith("not compared with plain torch: loss = 'elastic.engine.loss:next_token' failed with KeyError"), said
+
+
 def test_where_memory_is_short_the_first_layers_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import elastic.train.plain as module
 

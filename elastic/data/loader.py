@@ -168,6 +168,8 @@ class Loader:
                 future = self._submitted(ids)
             return future.result() if future is not None else self._read_here(ids)
         except Draws:
+            assert self._reader is not None
+            self._reader.submit(int).result()  # what is read ahead ends first: the dataset need not be thread-safe
             return self._read_here(ids)
         finally:
             self.waited_s += self._clock() - began

@@ -17,7 +17,7 @@ SMALL = 0.01
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers with the bits of those with fractions, by their bytes."""
 ROUNDED = 2.0**-22
-"""The part by which weights in float32 are moved for that: two steps of the format."""
+"""The part by which weights in float32 are moved to see how sensitive a model is: two steps of the format."""
 
 
 def summary_of(found: Found, *, exact: bool) -> list[float]:
@@ -37,10 +37,6 @@ def moved(values: Tensor, part: float, kind: int) -> Tensor:
     places = torch.arange(values.numel(), device=values.device)
     signs = 1 - 2 * ((places * (2 * kind + 1) + places // (kind + 2)) % 2).view(values.shape)
     return values * (1 + signs * part)
-
-
-def near(one: float, other: float, part: float) -> bool:
-    return one == other or abs(one - other) <= part * max(abs(one), abs(other))
 
 
 def apart_by(plain: float, ours: float) -> float:

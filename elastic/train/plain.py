@@ -26,7 +26,7 @@ from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.plan.copy_budget import amount
 from elastic.state.node_memory import free_memory
-from elastic.train.differences import near, summary_of, values_of
+from elastic.train.differences import apart_by, summary_of, values_of
 from elastic.train.guards import BUFFER, WRITTEN
 from elastic.train.model import build_model
 from elastic.train.remembered import attributes_of, changed
@@ -282,7 +282,7 @@ class PlainSide:
                 f"computed which microbatch, and is in no checkpoint.  Compute it anew in each forward pass; draw random numbers from the "
                 f"default generators of torch, Python and numpy, which are seeded for each microbatch"
             )
-        same = before == after if exact else all(near(a, b, 1e-3) for a, b in zip(before, after, strict=True))
+        same = before == after if exact else all(apart_by(a, b) <= 1e-3 for a, b in zip(before, after, strict=True))
         if not same:
             kept = changed(noted, since)
             what = f"forward or the loss has set {kept!r}" if kept else "something outside of the model keeps a value"

@@ -240,6 +240,7 @@ class Optimizer:
         self.job, self.rule = job, rule
         self.updates = torch.zeros((), dtype=torch.float32)
         """Number of updates applied.  A step that is skipped does not count."""
+        self._names = sorted(parameters)
         self.missed = torch.zeros(len(parameters) if rule.counts else 0, dtype=torch.float32)
         """Number of updates that left each parameter alone, in the order of their names: that in which a model has them may change."""
         self.scalars = {name: torch.zeros((), dtype=torch.float32) for name in self.rule.scalars}
@@ -291,7 +292,7 @@ class Optimizer:
         clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
         decoupled = 0.0 if job.optim.decay == "l2" else job.optim.weight_decay
         before = {name: value.clone() for name, value in self.scalars.items()}
-        missed = {name: count for name, count in zip(sorted(self.parts), self.missed.tolist(), strict=False) if count}
+        missed = {name: count for name, count in zip(self._names, self.missed.tolist(), strict=False) if count}
         hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip, prepared, job.seed, outcome.step, missed)
 
         def update(parts: list[Part]) -> None:
@@ -304,7 +305,7 @@ class Optimizer:
         self.visit(update)
         self.updates += outcome.applies
         if self.rule.counts and unused and outcome.applies:
-            self.missed += torch.tensor([float(name in unused) for name in sorted(self.parts)])
+            self.missed += torch.tensor([float(name in unused) for name in self._names])
         return lr
 
     def _update(self, parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:

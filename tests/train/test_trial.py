@@ -234,6 +234,8 @@ def loss_with_a_memory(model: nn.Module, batch: Batch) -> Any:
         (Dotted, {}, r"changed the parameter 'head\.weight' of"),
         (Assigned, {}, r"changed the parameter 'head\.weight' of"),
         (Counting, {}, r"changes 'calls' of .* with each microbatch"),
+        (Counting, {"reproducible": False}, r"changes 'calls' of .* with each microbatch"),
+        (Net, {"loss": f"{HERE}:loss_with_a_memory", "reproducible": False}, r"otherwise once another one was computed"),
         (Drawing, {}, r"changes 'draws' of .* with each microbatch"),
         (Averaging, {}, r"changes 'seen' of .* with each microbatch"),
         (Centred, {}, r"'centre' is set by the first microbatch"),
@@ -302,6 +304,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 SHIPPED: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama in bf16": BF16,
+    "llama, not reproducible": {"reproducible": False},
     "llama, l2": {"optim": {"lr": 1e-2, "decay": "l2"}},
     "llama, again": {"recompute": "block", "offload": "weights", "activations": "int8"},
     "gpt2": {"model": "elastic.models.gpt2:build"},

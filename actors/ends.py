@@ -20,6 +20,8 @@ from elastic.protocol.events import Event
 
 NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"
 """Reasons that hold only in Ray's view: a process that is cut off may still live."""
+DIED = "its process died"
+"""The reason where a process has ended, or ends now, and has said nothing of it."""
 
 
 def why_not_made(error: BaseException) -> str:
@@ -37,7 +39,7 @@ def why_ended(error: BaseException | None) -> str:
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return UNREACHED
     if isinstance(error, ray.exceptions.RayActorError):
-        return NODE_DIED if "node has died" in str(error) else "its process died"
+        return NODE_DIED if "node has died" in str(error) else DIED
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
 
 

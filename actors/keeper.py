@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from actors.ends import DIED
 from actors.logs import Logs
 from actors.processes import (
     Process,
@@ -51,6 +52,8 @@ GROUPS = {"journal": 1, "life": 1, "orders": 1, "gather": SPEAKING}
 """The actor's concurrency groups, with the number of threads of each."""
 BEAT_S = 0.5
 """Seconds from one beat to the next."""
+WATCH_S = 0.1
+"""Seconds from one look at the workers' processes to the next."""
 SURE = 4
 """Number of beats in a row to which Ray says that there will be no coordinator, before the keeper believes it."""
 CLOSE_S = 5.0
@@ -95,6 +98,8 @@ class Keeper:
         self.late_s = 0.0
         """The largest delay of a beat so far, in seconds."""
         self.workers: dict[WorkerId, tuple[Process, Counters]] = {}
+        self._dying: set[WorkerId] = set()
+        """The workers here of which the coordinator was told that they die, and which have not ended yet."""
         self.actors: dict[WorkerId, Any] = {}
         self.pass_to(coordinator)
         self.stores: dict[int, Any] = {}
@@ -290,15 +295,19 @@ class Keeper:
 
     def _watch(self) -> None:
         looked_at, missing = time.monotonic(), False
-        while not self._closed.wait(0.05):
+        while not self._closed.wait(WATCH_S):
             if time.monotonic() - looked_at > FOLDER_S:
                 looked_at, missing = time.monotonic(), self._make_again(missing)
             self.keeper_store.say_who_lacks_memory()
             for worker, (process, _) in list(self.workers.items()):
+                if worker not in self._dying and process.dying():
+                    self._dying.add(worker)
+                    self.coordinator.post.remote(Lost(worker, DIED, certain=False))
                 if process.ended():
                     self.keeper_store.ended(worker)
                     self.logs.keep(worker, describe(process.status()))
                     del self.workers[worker]
+                    self._dying.discard(worker)
                     self.actors.pop(worker, None)
 
     def _make_again(self, missing: bool) -> bool:

@@ -42,10 +42,10 @@ class Joined:
 
 @dataclass(frozen=True)
 class Lost:
-    """The worker's process is gone for good, as its node or Ray has seen: it can act no more.
+    """The worker's process is gone for good, as Ray has seen: it can act no more.
 
-    If it is not ``certain``, the whole node is taken for dead because nothing is heard of it; if it is only cut off, the process may live
-    on for a while.
+    If it is not ``certain``, its node has seen that it dies, but the kernel has not let go of it yet.  Or the whole node is taken for dead
+    because nothing is heard of it; if it is only cut off, the process may live on for a while.
     """
 
     worker: WorkerId

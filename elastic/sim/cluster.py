@@ -40,6 +40,8 @@ BEAT_S, CAPACITY_S = 0.8, 5.0
 """Times in seconds from one beat of a keeper to the next, and from one report of free places to the next."""
 DECLARED_DEAD_S = 8.0
 """Time in seconds after which the cluster's health checks declare a silent node dead, together with its processes."""
+UNPINNED_S = 4.5
+"""Longest time in seconds that it takes the kernel to let go of pinned memory of a dead process."""
 
 
 @dataclass
@@ -101,6 +103,9 @@ class Cluster:
         self.taken = 0
         """Number of places for workers that the run may not use for a while."""
         self.errors_raised: list[tuple[int, WorkerId]] = []
+        self.unpins = Random(sim.seed + 7)
+        self.pinned = self.unpins.random() < 0.5
+        """True if workers hold much pinned memory: a keeper sees at once that one dies, and it has ended seconds later."""
         self._numbers = 0
         for _ in range(sim.scenario.nodes):
             self.add_node()
@@ -305,7 +310,19 @@ class Cluster:
             return
         word = Lost if worker.joined else StartFailed
         gone = word(worker.name, f"its process ended: {why}")
-        self.clock.after(0.02 + (0.1 if self.rng.random() < 0.7 else 2.0) * self.rng.random(), self.say_surely, worker.node, gone)
+        after_s = 0.02 + (0.1 if self.rng.random() < 0.7 else 2.0) * self.rng.random()
+        if self.pinned and worker.joined:
+            after_s += UNPINNED_S * self.unpins.random()
+            dying = Lost(worker.name, f"its process dies: {why}", certain=False)
+            self.clock.after(0.05 * self.unpins.random(), self._seen_dying, worker.node, dying)
+        self.clock.after(after_s, self.say_surely, worker.node, gone)
+
+    def _seen_dying(self, name: NodeId, word: Lost) -> None:
+        """The keeper, if it can, sees early that a worker dies, and says so once."""
+        node = self.nodes.get(name)
+        if node is not None and node.keeper and node.frozen_until <= self.clock.now:
+            self.sim.oracle.occasions["a death is seen early"] += 1
+            self.network.send(Way.FROM, name, self.sim.tell_coordinator, word)
 
     def kill(self, names: tuple[WorkerId, ...]) -> None:
         """Tries to kill processes.  If that fails, the process lives on as a zombie, which takes no place."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -48,6 +53,81 @@ def test_how_a_process_ended_is_known_before_its_parent_has_reaped_it(command: s
     assert process.status() is None
     child.wait()
     assert process.status() in (ended, None), "Linux 6.15 and later tell it for ever"
+
+
+THREADS = """
+import ctypes, sys, threading, time
+memory = bytearray(int(sys.argv[2]))
+for _ in range(8):
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+print("ready", flush=True)
+if sys.argv[1] == "alone":  # the first thread ends by itself, and the others run on
+    ctypes.CDLL(None).syscall(60, 0)
+time.sleep(600)
+"""
+PTRACE_ATTACH, LAST_PID = 16, Path("/proc/sys/kernel/ns_last_pid")
+
+
+@contextlib.contextmanager
+def threads(how: str = "whole", memory: int = 0) -> Iterator[Process]:
+    """A process of nine threads; in the end it is killed and reaped."""
+    with subprocess.Popen([sys.executable, "-c", THREADS, how, f"{memory}"], stdout=subprocess.PIPE) as child:
+        process = Process(child.pid, started(child.pid))
+        try:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+            yield process
+        finally:
+            child.kill()
+
+
+def until_dying(process: Process) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not process.dying() and time.monotonic() < end:
+        pass
+    assert process.dying()
+
+
+def test_a_process_is_seen_to_die_before_the_kernel_has_let_go_of_it() -> None:
+    """Giving back a gigabyte takes the kernel many milliseconds.  The control: until it is killed, nothing says that it dies."""
+    with threads(memory=2**30) as process:
+        assert not process.dying() and not process.ended()
+        process.kill()
+        until_dying(process)
+        assert not process.ended(), "it was seen to die only once it had ended"
+        while not process.ended():
+            assert process.dying()
+    assert process.dying() and process.ended()
+
+
+@pytest.mark.parametrize("how", ["stopped", "traced", "alone"])
+def test_a_process_that_only_stands_still_or_has_lost_its_first_thread_does_not_die(how: str) -> None:
+    """Each is killed afterwards, and is seen to die then."""
+    with threads(how) as process:
+        if how == "stopped":
+            os.kill(process.pid, signal.SIGSTOP)
+        elif how == "traced":
+            assert ctypes.CDLL(None).ptrace(PTRACE_ATTACH, process.pid, None, None) == 0
+        state = {"stopped": "T", "traced": "t", "alone": "Z"}[how]
+        while state not in (stat := Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]):
+            assert stat in "RSD"
+        for _ in range(50):
+            assert not process.dying() and not process.ended()
+        process.kill()
+        until_dying(process)
+
+
+@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK), reason="chooses the number of a process")
+def test_a_handle_of_a_dead_process_does_not_speak_of_the_next_one_with_its_number() -> None:
+    """The kernel is made to give the same number again.  The control: the new process's own handle says that it lives."""
+    with threads() as first:
+        pass
+    for _ in range(100):
+        LAST_PID.write_text(f"{first.pid - 1}")
+        with threads() as second:
+            if second.pid == first.pid:
+                assert not second.dying() and first.dying() and first.ended() and not first.stopped()
+                return
+    raise AssertionError("the kernel never gave the number again")
 
 
 WRITES = """

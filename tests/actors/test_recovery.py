@@ -22,9 +22,10 @@ from tests.actors.conftest import DIED, DIES
 from tests.support.chaos import REDONE, Trial, Witness, alone, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.commands import Command, seen, user_job, user_package
 from tests.support.left import GONE_S
+from tests.support.mischief import OUTLIVES_S
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Machine, Watched
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a Linear with a bias returns a view; nothing here writes into it
 
@@ -62,6 +63,17 @@ def test_own_model_is_killed_and_ends_with_the_bits_of_local(tmp_path: Path, mon
     (log,) = Path(job.bucket).glob(f"{job.name}/logs/*/{killed.worker}.log")
     assert "killed by signal 9 (SIGKILL)" in log.read_text().splitlines()[0]
     assert_nothing_left(chaos)
+
+
+def test_r1_a_death_is_seen_long_before_the_sockets_of_the_dead_close(tmp_path: Path) -> None:
+    """A process with much pinned memory keeps its sockets open for seconds after its death; here another one that shares them does."""
+    faults = [{"point": "backward", "step": 6, "world_rank": 1}]
+    chaos = trial(toy_job(tmp_path / "killed", **LIGHT, loss="tests.support.mischief:outlived", faults=faults))
+    expected = alone(toy_job(tmp_path / "alone", name="local", **LIGHT))
+    assert (chaos.result.state, chaos.hash, chaos.losses) == ("Finished", expected.hash, expected.losses)
+    (before,) = (line for line in chaos.lines if isinstance(line, StepLine) and line.step == 5)
+    (told,) = (line for line in chaos.lines if isinstance(line, Sentence) and "is lost (its process died)" in line.text)
+    assert told.at - before.at < OUTLIVES_S / 2
 
 
 @pytest.mark.full

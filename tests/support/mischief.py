@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -76,6 +77,26 @@ def watched(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         amounts = f"allocated {used} reserved {kept} resident {here} peak {most} compiled {graphs}"
         print(f"memory: {me.worker} generation {world.generation} step {step} {amounts}", flush=True)
+    return next_token(model, batch)
+
+
+CLONE, CLONE_FILES = 56, 0x400
+OUTLIVES_S = 8.0
+"""Seconds for which the sockets of a worker stay open after its death, in :func:`outlived`."""
+
+
+def outlived(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Computes the usual loss.  Whoever dies leaves its sockets open for a while, as one does whose pinned memory the kernel lets go of.
+
+    A process that shares its open files holds them.
+    """
+    if _first("files", 0):
+        parent = os.getpid()
+        if ctypes.CDLL(None).syscall(CLONE, CLONE_FILES | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+            while os.getppid() == parent:
+                time.sleep(0.05)
+            time.sleep(OUTLIVES_S)
+            os._exit(0)
     return next_token(model, batch)
 
 

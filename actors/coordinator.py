@@ -7,6 +7,7 @@ wait until Ray has started it again.  Then it goes on where the journal ends (``
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -75,6 +76,8 @@ GRACE_S = 10.0
 """Seconds that the keepers, and then the killed actors, may take to end when the run is over."""
 RETRY_S = 1.0
 """Seconds between two attempts to take over while the bucket does not answer."""
+RARELY = 100_000
+"""New objects after which Python looks for cycles among all objects, which were 700: values that never change have none, and are many."""
 DEPOSED, STUMBLED = 4, 5
 """Exit codes of its process: 4 means that another coordinator acts for the run, 5 that it could not handle an event and the next one
 tries.
@@ -115,6 +118,7 @@ class Coordinator:
         another cluster has begun the run since.
         """
         end_on_sigterm()
+        gc.set_threshold(RARELY)
         self.secret = secret
         self.job, self.rules, self.code = job, job.rules(), UsersCode(search_path, b"".join(objects))
         if job.metrics.sinks:  # no other code of the user runs in this process

@@ -26,7 +26,21 @@ from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
 from elastic.control.run import Forming, RunState
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.events import Attached, Beat, Capacity, Event, Fenced, Recovered, Renewed, Said, Starting, StepDone, Tick, Together
+from elastic.protocol.events import (
+    Attached,
+    Beat,
+    Capacity,
+    Event,
+    Fenced,
+    Recovered,
+    Renewed,
+    Said,
+    Starting,
+    StepDone,
+    Tick,
+    Together,
+    parts,
+)
 from elastic.protocol.plan import Plan
 
 FORMAT = 3
@@ -81,7 +95,7 @@ def worth_recording(event: Event, before: RunState, transition: Transition) -> b
     A heartbeat, a tick, a renewal, a capacity or a slow start gets one only if it leads to an action or another state.  What it changed
     otherwise goes into the next record.
     """
-    if isinstance(event, Beat | Tick | Renewed | Capacity | Starting):
+    if isinstance(parts(event)[0], Beat | Tick | Renewed | Capacity | Starting):  # beats are together with beats alone
         return bool(transition.actions) or transition.run.state is not before.state
     return transition.run is not before or bool(transition.actions)
 
@@ -173,7 +187,7 @@ def _with_news(event: Event, before: RunState) -> tuple[Event, tuple[Outcome, ..
     return Together(tuple(each for each, _ in news)), tuple(commits.values())
 
 
-def _news(event: Said, before: RunState) -> tuple[Said, tuple[Outcome, ...]]:
+def _news(event: Said | Beat, before: RunState) -> tuple[Said | Beat, tuple[Outcome, ...]]:
     """Returns the fact with only those parts that tell something new, and the commits among them.
 
     Every member's answer to a fence brings the last commits that the member has seen, and these are the same for all members.  Of a plan

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from elastic.control import edges, stopping
 from elastic.control.decision import Decision, names
-from elastic.control.liveness import Watch, seen_of
+from elastic.control.liveness import seen_of
 from elastic.control.run import Forming
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.events import HEALS, INITIALISES, Here, Progress, Ready
@@ -48,14 +48,14 @@ def _note(decision: Decision, state: Forming, worker: WorkerId, *, ready: bool) 
     decision.open("state", "there")[worker] = ready
 
 
-def get_further(decision: Decision, watch: Watch, node: NodeId, progress: Iterable[Progress]) -> None:
+def get_further(decision: Decision, moved_at: float, node: NodeId, progress: Iterable[Progress]) -> None:
     """Gives the world ``form_s`` from now on if a member that initialises or heals has got further: only standing still is limited.  From
     when a member is ready the others get ``LAST`` times ``form_s``, so that none holds all others up for hours.
 
-    ``watch`` has the new ``progress``, while the run still has the watch before it.
+    A member last moved at ``moved_at``, by the new ``progress``; the run still has the watch before it.
     """
     state, at_it = decision.run.state, {each.worker: each.operation for each in progress if each.operation in (INITIALISES, HEALS)}
-    if not isinstance(state, Forming) or not at_it or watch.moved_at < decision.now:
+    if not isinstance(state, Forming) or not at_it or moved_at < decision.now:
         return
     first = state.plan.members[0]
     before = decision.run.watch.counters.get(node, {}).get(first)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
-from elastic.protocol.events import Event, Said, Together
+from elastic.protocol.events import Beat, Event, Said, Together
 
-MANY, AT_ONCE = 8, 128
-"""Number of workers' messages in line from which on they are taken together, and the largest number that is taken at once.  A decision
+MANY, BEATS, AT_ONCE = 8, 64, 128
+"""Number of workers' messages, and of beats, in line from which on they are taken together, and the most that are taken.  A decision
 about many costs little more than one about a single message; where few speak, a record for each of them is easier to read.
 """
 
@@ -20,7 +20,7 @@ class Inbox:
     """Any thread puts events; one thread takes them."""
 
     def __init__(self, clock: Callable[[], float], many: int = MANY) -> None:
-        """Messages of workers that follow each other are taken together if there are at least ``many``."""
+        """Messages of workers, or beats, that follow each other are taken together if there are at least ``many``."""
         self._clock, self._many = clock, many
         self._there = threading.Condition()
         self._waiting: deque[tuple[float, Event, Any]] = deque()
@@ -38,26 +38,22 @@ class Inbox:
     def take(self, timeout_s: float) -> tuple[Event, Any] | None:
         """Returns the oldest event and what came with it; None if none arrives within ``timeout_s``.
 
-        If many workers have said something, it returns what they said, as one event.
+        If many workers have said something, or many keepers' hearts beat, it returns that as one event.
         """
         with self._there:
             if not self._there.wait_for(lambda: self._waiting, timeout_s):
                 return None
-            if len(said := self._said()) >= self._many:
+            if len(said := self._said()) >= self._many and (len(said) >= BEATS or not isinstance(said[0], Beat)):
                 for _ in said:
                     self._waiting.popleft()
                 return Together(said), None
             _, event, shard = self._waiting.popleft()
             return event, shard
 
-    def _said(self) -> tuple[Said, ...]:
-        """Returns the messages of workers at the head of the line."""
-        said = list[Said]()
-        for _, event, _ in islice(self._waiting, AT_ONCE):
-            if not isinstance(event, Said):
-                break
-            said.append(event)
-        return tuple(said)
+    def _said(self) -> tuple[Said | Beat, ...]:
+        """Returns the messages of workers at the head of the line, or the beats there."""
+        alike = Beat if isinstance(self._waiting[0][1], Beat) else Said
+        return tuple(event for _, event, _ in takewhile(lambda each: isinstance(each[1], alike), islice(self._waiting, AT_ONCE)))  # type: ignore[misc]
 
     def empty(self) -> bool:
         with self._there:

@@ -99,8 +99,8 @@ class Stall:
     sentence: str
 
 
-def observe(watch: Watch, node: NodeId, progress: Iterable[Progress], now: float) -> Watch:
-    """Returns the watch after a report of the counters of members on ``node``."""
+def observe(watch: Watch, node: NodeId, progress: Iterable[Progress], now: float) -> tuple[dict[WorkerId, Seen], float]:
+    """Returns the counters of the members on ``node`` after a report of them, and the time at which any member last moved."""
     seen, moved_at = dict(watch.counters.get(node, {})), watch.moved_at
     for report in progress:
         completed = (report.step, report.microbatch, report.collective)
@@ -110,7 +110,7 @@ def observe(watch: Watch, node: NodeId, progress: Iterable[Progress], now: float
             moved_at = now
         else:
             seen[report.worker] = Seen(before.completed, before.since, now, report.operation)
-    return evolve(watch, counters={**watch.counters, node: seen}, moved_at=moved_at)
+    return seen, moved_at
 
 
 def seen_of(watch: Watch) -> dict[WorkerId, Seen]:
@@ -118,11 +118,10 @@ def seen_of(watch: Watch) -> dict[WorkerId, Seen]:
     return {worker: seen for each in (watch.seen, *watch.counters.values()) for worker, seen in each.items()}
 
 
-def heard(watch: Watch, node: NodeId, now: float, silence_s: float) -> Watch:
-    """Returns the watch after a beat of the node's keeper."""
+def heard(watch: Watch, node: NodeId, now: float, silence_s: float) -> Heard:
+    """Returns since when the node's keeper is heard, after a beat of it."""
     before = watch.beats.get(node)
-    since = before.since if before is not None and now - before.at <= silence_s / 2 else now
-    return evolve(watch, beats={**watch.beats, node: Heard(since, now)})
+    return Heard(before.since if before is not None and now - before.at <= silence_s / 2 else now, now)
 
 
 def forgotten(watch: Watch, node: NodeId) -> Watch:

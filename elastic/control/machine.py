@@ -29,7 +29,6 @@ from elastic.control import (
     waiting,
 )
 from elastic.control.decision import Decision, Transition
-from elastic.control.evolve import evolve
 from elastic.control.liveness import heard, observe
 from elastic.control.rules import Rules
 from elastic.control.run import Finishing, Forming, Running, RunState, Stopping, Waiting
@@ -225,10 +224,13 @@ def _renewed(decision: Decision, event: Renewed) -> None:
 def _beat(decision: Decision, event: Beat) -> None:
     run, now, watch = decision.run, decision.now, decision.run.watch
     if event.node in run.copies.hosts or event.node in run.cluster.keepers:  # the first is faster, and nearly always enough
-        watch = heard(watch, event.node, now, decision.rules.silence_s)
+        decision.open("watch", "beats")[event.node] = heard(watch, event.node, now, decision.rules.silence_s)
     plan = run.plan
-    if plan is not None:
-        progress = [each for each in event.progress if each.generation == plan.generation and each.worker in plan.ranks]
-        watch = observe(watch, event.node, progress, now) if progress else watch
-        forming.get_further(decision, watch, event.node, progress)
-    decision.know(watch=evolve(watch, uploaded_at=now) if event.uploading else watch)
+    progress = [each for each in event.progress if plan and each.generation == plan.generation and each.worker in plan.ranks]
+    if progress:
+        seen, moved_at = observe(watch, event.node, progress, now)
+        forming.get_further(decision, moved_at, event.node, progress)
+        decision.open("watch", "counters")[event.node] = seen
+        decision.know("watch", moved_at=moved_at)
+    if event.uploading:
+        decision.know("watch", uploaded_at=now)

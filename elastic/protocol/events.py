@@ -431,9 +431,12 @@ Fact = (
 
 @dataclass(frozen=True)
 class Together:
-    """Several workers said these while the coordinator was busy.  They are decided together, in their order, at the cost of one."""
+    """Several workers said these, or several keepers sent these beats, while the coordinator was busy.
 
-    events: tuple[Said, ...]
+    They are decided together, in their order, at the cost of one.
+    """
+
+    events: tuple[Said | Beat, ...]
 
 
 Event = Fact | Together

@@ -123,7 +123,7 @@ def event_line(event: Json) -> str:
     """Returns an event as text, without the data that it carries."""
     if event["$"] == "Together":
         kinds = Counter(each["$"] for each in event["events"])
-        return ", ".join(f"{kind} of {number} workers" for kind, number in kinds.items())
+        return ", ".join(f"{kind} of {number} {'nodes' if kind == 'Beat' else 'workers'}" for kind, number in kinds.items())
     told = {name: value for name, value in event.items() if name in ("worker", "node", "generation", "step", "cause", "reason", "why")}
     if "outcome" in event:
         told["step"] = event["outcome"]["step"]

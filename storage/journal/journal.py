@@ -10,10 +10,11 @@ Three folders have the leading digits of that number, so no folder has more than
 short listings however old the run is.  The lines are compressed (gzip); the digest follows them.  Releases before 2 wrote them as they are
 to ``<run>/journal/<first record>.jsonl``; these objects are read too.
 
-A new snapshot is written once the records since the last snapshot have as many bytes as that snapshot, or after :data:`CONTINUATIONS`
-objects.  The first rule keeps snapshots at half of the journal at most, however long they are.  The second rule gives a run that records
-little a snapshot every few minutes.  A reader needs only the last segment: at most ``1 + CONTINUATIONS`` objects.  Without the last object,
-their records have no more bytes than the snapshot.  An object with 256 or more records ends before its time once a snapshot is due.
+A new snapshot is written once the records since the last snapshot have :data:`RECORDS` times as many bytes as that snapshot, or after
+:data:`CONTINUATIONS` objects.  The first rule keeps snapshots at a third of the journal at most, however long they are.  The second rule
+gives a run that records little a snapshot every few minutes.  A reader needs only the last segment: at most ``1 + CONTINUATIONS`` objects.
+Without the last object, their records have no more than twice the bytes of the snapshot.  An object with 256 or more records ends before
+its time once a snapshot is due.
 
 Records are numbered without gaps, by one writer; a writer that finds its next object written by another one has been deposed.
 
@@ -40,6 +41,8 @@ from storage.objects import ObjectStore
 
 SEGMENT_RECORDS = 256
 """Number of records after which an object may end before its time is over."""
+RECORDS = 2
+"""Number of times that a snapshot's bytes are written as records before another snapshot is due.  A takeover reads them all."""
 CONTINUATIONS = 32
 """Largest number of continuations of a snapshot: a takeover reads them all.  With 5 s each, a snapshot is due after 165 s at the latest."""
 CLOSE_S = 10.0
@@ -209,8 +212,8 @@ class Journal:
         return _Snapshot(self.next, len(snapshot), self._size + len(snapshot)), snapshot
 
     def _snapshot_is_due(self, more: int = 0) -> bool:
-        """Returns whether what was written since the last snapshot, and ``more`` bytes, are as long as that snapshot."""
-        return self._snapshot is None or self._size + more - self._snapshot.end >= self._snapshot.length
+        """Returns whether what was written since the last snapshot, and ``more`` bytes, are ``RECORDS`` times as long as that snapshot."""
+        return self._snapshot is None or self._size + more - self._snapshot.end >= RECORDS * self._snapshot.length
 
     def _write(self, part: _Part, lines: bytes, durable: bool) -> None:
         """Adds ``lines`` to the file of ``part``, whole or not at all: a full disk takes a part of them, which is cut off again."""

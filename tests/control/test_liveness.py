@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from elastic.control.liveness import FIRST, Watch, observe, patience_s, seen_of, stall, stepped
+from elastic.control import liveness
+from elastic.control.liveness import FIRST, Watch, patience_s, seen_of, stall, stepped
 from elastic.control.run import Running, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol.events import Beat, Progress, StopRequested, Tick
@@ -16,6 +19,11 @@ ALL = (W1, W2, W3)
 N1 = NodeId("n1")
 STEPPING = Watch(step_s=1.0)
 """A world that has stepped before, so that ``stall_s`` counts."""
+
+
+def observe(watch: Watch, node: NodeId, progress: list[Progress], now: float) -> Watch:
+    seen, moved_at = liveness.observe(watch, node, progress, now)
+    return replace(watch, counters={**watch.counters, node: seen}, moved_at=moved_at)
 
 
 def watched(*beats: tuple[float, dict[WorkerId, tuple[int, int, int]]]) -> Watch:

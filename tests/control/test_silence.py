@@ -140,4 +140,4 @@ def test_silence_is_told_by_somebody_who_was_heard_all_the_time() -> None:
     assert silent(told, (N2, N3), 20.0, 5.0, 5.0) == (), "n3 was not heard itself for a part of that time"
     assert silent(told, (N1, N2), 23.0, 5.0, 5.0) == (), "nor is n1 any more"
     assert silence(told, (N1, N2), 20.0, 5.0) is not None
-    assert heard(told, N3, 22.5, 5.0).beats[N3].since == 19.0 and heard(told, N3, 22.6, 5.0).beats[N3].since == 22.6
+    assert heard(told, N3, 22.5, 5.0).since == 19.0 and heard(told, N3, 22.6, 5.0).since == 22.6

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.control import codec
-from elastic.control.inbox import AT_ONCE, MANY, Inbox
+from elastic.control.inbox import AT_ONCE, BEATS, MANY, Inbox
 from elastic.control.machine import advance
 from elastic.control.run import Forming, RunState
 from elastic.ids import NodeId, Version, WorkerId
@@ -130,7 +130,7 @@ def test_the_inbox_takes_together_what_many_workers_have_said(waiting: int) -> N
     assert sizes == [*whole, 1, *whole]
 
 
-def test_what_is_reported_with_a_receipt_or_by_a_node_is_taken_alone() -> None:
+def test_what_is_reported_with_a_receipt_is_taken_alone() -> None:
     inbox = Inbox(lambda: 0.0, many=2)
     for _ in range(3):
         inbox.put(ev.Beat(NodeId("n1"), ()))
@@ -148,3 +148,21 @@ def test_workers_that_join_together_are_all_in_the_first_world() -> None:
     starting = list(play.run.members.starting)
     play.tell(ev.Together(tuple(ev.Joined(worker, node, "cpu", CLASSES) for worker, node in zip(starting, nodes, strict=True))))
     assert list(play.run.workers) == starting
+
+
+def test_n2_beats_count_the_same_together_as_one_by_one_and_need_no_record() -> None:
+    """Together they cost one decision, and are taken with beats alone.  The control: a beat that is missing is seen."""
+    play = stepping(WORKERS)
+    beats = [ev.Beat(node, (ev.Progress(worker, 1, 1, 2, 3),), number % 2 == 0) for number, (worker, node) in enumerate(homes(play))]
+    one_by_one, grouped = told(play.run, beats, play), told(play.run, [ev.Together(tuple(beats))], play)
+    assert grouped == one_by_one and len(grouped[0].watch.counters) == len({node for _, node in homes(play)})
+    assert told(play.run, beats[1:], play) != one_by_one
+    done = advance(play.run, ev.Together(tuple(beats)), play.now, play.rules)
+    assert not codec.worth_recording(ev.Together(tuple(beats)), play.run, done)
+    inbox, many = Inbox(lambda: 0.0, many=2), BEATS // WORKERS + 1
+    inbox.put_all([*beats * many, ev.Here(WorkerId("w1"), 1), ev.Here(WorkerId("w2"), 1), *beats])
+    assert [len(ev.parts((inbox.take(0.0) or (ev.Tick(), None))[0])) for _ in range(3)] == [len(beats) * many, 2, 1]
+
+
+def homes(play: Play) -> list[tuple[WorkerId, NodeId]]:
+    return [(worker, known.node) for worker, known in play.run.workers.items()]

@@ -22,7 +22,7 @@ from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding, covered
 from elastic.protocol.actions import Form
 from elastic.protocol.commit_record import Validated
-from elastic.protocol.events import Attached, Beat, Broken, Evaluated, Event, Fenced, Joined, Lost, Tick
+from elastic.protocol.events import Attached, Broken, Evaluated, Event, Fenced, Joined, Lost, Tick
 from elastic.sim import Coverage, Violation, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import SIMULATED_POINTS, Fault, Kind, Point, draw
@@ -306,7 +306,7 @@ def test_a_coordinator_that_stood_still_for_long_handles_all_that_came_meanwhile
     one = sim.coordinators.present
     one.frozen_until = 5.0
     for _ in range(1000):  # one call within the other for each of them would be too many
-        one.receive(Beat(NodeId("n1"), ()))
+        one.receive(Capacity(0))
     assert sim.coordinators.events == 0
     one.frozen_until = 0.0
     one.thaw()

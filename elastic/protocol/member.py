@@ -28,9 +28,10 @@ from elastic.protocol.commit_record import GO_ON, PAUSE, SAVE_AND_PAUSE, Outcome
 from elastic.protocol.events import Attached, Event, Fenced, StepDone
 from elastic.protocol.plan import Plan
 
-SPEAKERS = 16
+SPEAKERS = 2
 """Number of members whose answers to a fence bring the commits that are not acknowledged.  All members have seen nearly the same, and a
-commit has the losses and samples of all of them: if each member brought them, a fence would cost the square of the number of members.
+commit has the losses and samples of all of them: if each member brought them, a fence would cost the square of the number of members.  One
+would do; where both are gone, another member is asked for what only it has seen.
 """
 
 

@@ -22,7 +22,7 @@ from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding, covered
 from elastic.protocol.actions import Form
 from elastic.protocol.commit_record import Validated
-from elastic.protocol.events import Attached, Broken, Evaluated, Event, Fenced, Joined, Lost, Tick
+from elastic.protocol.events import Attached, Broken, Capacity, Evaluated, Event, Fenced, Joined, Lost, Tick
 from elastic.sim import Coverage, Violation, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
 from elastic.sim.faults import SIMULATED_POINTS, Fault, Kind, Point, draw

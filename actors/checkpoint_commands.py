@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from elastic.runs.quarantine import held_in
 from elastic.runs.run import Run
 from elastic.runs.which import left_behind, parsed, version_at
 from storage.checkpoints import EXPORTED, Manifest
-from storage.errors import Exists, StorageError
+from storage.errors import Exists, Full
 from storage.slices import Tensor, nbytes
 
 
@@ -268,8 +267,6 @@ def export(job: Job, step: str | None, folder: Path) -> int:
     return 0
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a write for which there is no room."""
 LIVES = (
     "after each save its coordinator deletes what checkpoint.keep_last and the others do not keep; `elastic stop` stops it, or wait for "
     "its end"
@@ -283,8 +280,8 @@ def _delete(run: Run, versions: Sequence[Version], why: str, claim: int) -> None
             with _told_if_full(run, version):
                 retention.mark(run, [version], why, claim)
         for version in versions:
-            stays = retention.remove(run, [version], claim)
-            say(f"{version} stays: a fork has begun to need it" if stays else f"{version} is deleted")
+            gone = retention.remove(run, [version], claim)
+            say(f"{version} is deleted" if gone else f"{version} stays: a fork has begun to need it")
     except Exists:
         raise PlatformGaveUp(f"another command has begun to train {run.job.name} meanwhile; what is left is as its rules say") from None
 
@@ -294,9 +291,7 @@ def _told_if_full(run: Run, version: Version) -> Iterator[None]:
     """Says which folder may be removed by hand if the bucket is too full for the mark with which a deletion begins."""
     try:
         yield
-    except StorageError as error:
-        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in FULL:
-            raise
+    except Full as error:
         folder = run.store.full_name(run.checkpoints.folder(version))
         raise PlatformGaveUp(
             f"the bucket is full, so that not even the mark with which a deletion begins can be written; nothing needs {version}: remove "

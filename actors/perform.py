@@ -56,7 +56,7 @@ from elastic.runs.receipts import Parts
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
 from storage.checkpoints import ShardReceipt
-from storage.errors import Deposed, StorageError, Unavailable
+from storage.errors import Deposed, Full, StorageError, Unavailable
 
 STORE_DEADLINE_S = 20
 """Seconds that a keeper may take to open a store, before it counts as lost."""
@@ -443,7 +443,8 @@ class Group:
         except Exception as error:  # whatever it is: nobody but the coordinator waits for this thread
             if not self._look_for(version):
                 lasting = isinstance(error, StorageError | KeyError) and not isinstance(error, Unavailable)
-                self.post(SaveFailed(version, f"{type(error).__name__}: {error}", by, again=not lasting, manifest=True))
+                why, full = f"{type(error).__name__}: {error}", isinstance(error, Full)
+                self.post(SaveFailed(version, why, by, again=not lasting, manifest=True, full=full))
         else:
             self.post(Saved(version, digest))
             self.saved()

@@ -8,6 +8,7 @@
     ├── BadFormat        a newer release, or another program, wrote the object
     ├── Deposed          another coordinator writes this journal now
     └── Unavailable      the store cannot be used or does not answer; another attempt may help
+        └── Full         there is no room in the store
 
 A message names the object and its store, and says what to do.  All arguments are strings and stay in ``args``, so every error pickles.
 """
@@ -75,3 +76,7 @@ class Unavailable(StorageError):
 
     def __str__(self) -> str:
         return f"{self.object} cannot be reached or written: {self.args[1]}"
+
+
+class Full(Unavailable):
+    """There is no room for an object: deleting others makes room for it."""

@@ -25,6 +25,7 @@ from elastic.control.deltas import SAME, delta, patched
 from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
 from elastic.control.run import Forming, RunState
+from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (
     Attached,
@@ -35,6 +36,7 @@ from elastic.protocol.events import (
     Recovered,
     Renewed,
     Said,
+    SaveFailed,
     Starting,
     StepDone,
     Tick,
@@ -66,8 +68,12 @@ SELDOM = {
     if each.name in ("validated", "rescales", "spike", "quarantined", "most_loss", "warned_loss", "lr")
 }
 """Fields of a commit that are left out where they say nothing, each with the value that says nothing."""
-OF_SOME_STEPS = ("metrics", "quarantined", "quarantined_by")
-"""Fields of the report of a step that are left out where they say nothing."""
+QUIET: Mapping[type, tuple[str, ...]] = {
+    StepDone: ("metrics", "quarantined", "quarantined_by"),
+    SaveFailed: ("full",),
+    Retain: ("at_once",),
+}
+"""Fields that are left out where they say nothing."""
 
 Json = Any
 Segment = tuple[Mapping[str, Json], Sequence[Mapping[str, Json]]]
@@ -328,7 +334,7 @@ def encode(value: object, told: Told | None = None) -> Json:
         return {"$": "Outcome", **rest, **layers, PACKED: packed.pack(value.losses, value.counts, value.samples)}
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} has no form in the journal: {value!r}")
-    silent = [name for name in OF_SOME_STEPS if not getattr(value, name)] if isinstance(value, StepDone) else ()
+    silent = [name for name in QUIET.get(kind, ()) if not getattr(value, name)]
     parts = {name: getattr(value, name) for name in _hints(kind) if name not in silent}
     return {"$": kind.__name__, **{name: each if type(each) in PLAIN else encode(each, told) for name, each in parts.items()}}
 

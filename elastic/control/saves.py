@@ -219,6 +219,8 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
         awaited = event.worker in known.members and event.worker not in (*known.reported, *known.refused)
         refused = (*known.refused, event.worker) if event.worker and awaited else known.refused
         _put(decision, replace(known, ask_at=ask_at, refused_at=since, refused=refused))
+        if event.full and known.refused_at is None:
+            retain(decision, at_once=True)
         if of_manifest:
             decision.say(f"{what}; again in {decision.rules.fence_s:g} s{_until(decision)}")
         elif event.worker not in known.refused or not event.worker:  # of a bucket that stays full each worker's first word is enough
@@ -265,7 +267,7 @@ def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
 # ---- what is in the bucket
 
 
-def retain(decision: Decision) -> None:
+def retain(decision: Decision, *, at_once: bool = False) -> None:
     """Forgets the checkpoints that no rule keeps, durably, and has them deleted: no later world goes on from them."""
     asked, keep = retained(decision.run), decision.rules.keep
     written = dict(decision.run.history.written)
@@ -274,7 +276,8 @@ def retain(decision: Decision) -> None:
     decision.know("history", saved=tuple(each for each in asked.saved if each in kept))
     if written:
         decision.know("history", written=tuple((version, at) for version, at in written.items() if version in kept))
-    decision.do(replace(asked, saved=decision.run.history.saved))
+    decision.durable = True
+    decision.do(replace(asked, saved=decision.run.history.saved, at_once=at_once))
 
 
 def retained(run: RunState) -> Retain:

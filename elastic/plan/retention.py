@@ -1,7 +1,7 @@
 """Retention: which checkpoints of a run are kept, and which are deleted.
 
 A checkpoint is deleted only if no rule keeps it.  What is not older than the newest good checkpoint is never deleted, nor is anything while
-there is no good one.
+there is no good one, except what is ``dead``.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Found:
     version: Version
     begun: bool
     """True if it has no manifest: it was never complete, or its deletion has begun."""
+    dead: bool = False
+    """True if it has no manifest and never gets one: it was begun by a generation that the run has left behind."""
 
 
 def young(saved: Iterable[Version], written: Mapping[Version, float], keep: Keep, now: float) -> set[Version]:
@@ -90,8 +92,6 @@ def victims(found: Iterable[Found], kept: Collection[Version], keep: Keep, spare
     ``kept`` has the good checkpoints that rules keep; ``spared`` has those that are on their way, being read, or needed by a branch.  If
     all checkpoints are kept, only what was begun and never completed is deleted.
     """
-    newest = max(kept, default=None)
-    if newest is None:
-        return ()
-    safe = {*kept, *spared}
-    return tuple(sorted(each.version for each in found if each.version < newest and each.version not in safe and (each.begun or keep.last)))
+    newest, safe = max(kept, default=None), {*kept, *spared}
+    old = (each for each in found if each.dead or (newest is not None and each.version < newest and (each.begun or keep.last)))
+    return tuple(sorted(each.version for each in old if each.version not in safe))

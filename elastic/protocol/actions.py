@@ -130,12 +130,14 @@ class Retain:
 
     ``saved`` are the checkpoints that the run counts on, ``lineage`` says which others are on the lineage, and ``best`` is the best
     validated version, if one is known.  ``spared`` are those that are on their way, or from which the world reads its state.
+    ``at_once`` says that a save finds no room, so nothing that is marked waits for the next round.
     """
 
     saved: tuple[Version, ...]
     lineage: tuple[tuple[int, int], ...]
     best: Version | None
     spared: tuple[Version, ...]
+    at_once: bool = False
 
 
 @dataclass(frozen=True)

@@ -335,6 +335,8 @@ class SaveFailed:
     """True if it is the manifest that was not written; older journals do not say so."""
     worker: WorkerId | None = None
     """The worker whose part was not written; None for a manifest and in older journals."""
+    full: bool = False
+    """True if the bucket has no room for it."""
 
 
 @dataclass(frozen=True)

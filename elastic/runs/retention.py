@@ -2,13 +2,14 @@
 
 A deletion has two phases (``storage/checkpoints``), which are two rounds of the coordinator: there is one after each save.  A round first
 removes what an earlier round has marked, and then marks what is due now.  Before each change it looks at the newest claim of the run, so
-that a coordinator that was replaced deletes nothing that the next one counts on.
+that a coordinator that was replaced deletes nothing that the next one counts on.  If a save finds no room, its round removes at once
+what it marks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,10 @@ from storage.errors import Exists, StorageError
 
 MOST = 32
 """Largest number of checkpoints that a round of the coordinator marks, and removes: a run that begins to delete has thousands."""
+STAYS = {"newest", "branch"}
+"""The rules against which no command deletes a checkpoint."""
+BY_NUMBER = {"newest", "last", "all"}
+"""The rules of which a smaller ``keep_last`` leaves only the newest checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Verdict:
 def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: float, owing: Collection[Version] = ()) -> Verdict:
     """Returns what is kept and deleted of ``listed``, the checkpoints in the bucket, at the wall-clock time ``now``.
 
-    Nothing is deleted unless the newest checkpoint of ``asked`` is there and good.  Something is owed for those of ``owing``.
+    Nothing but what is dead is deleted unless the newest checkpoint of ``asked`` is there and good.  Something is owed for those of
+    ``owing``.
     """
     listed, branched = list(listed), needed(run)
     good = {each.version for each in listed if each.good and lineage.contains(asked.lineage, each.version)}
@@ -56,13 +62,16 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: fl
     if first is not None and "best" not in kept.get(first, ()):
         kept[first] = (*kept.get(first, ()), "best")
     kept |= {version: (*kept.get(version, ()), "owed") for version in good.intersection(owing)}
-    if newest not in kept:
-        return Verdict(kept)
     spared = {*asked.spared, *branched}
-    own = [each for each in listed if run.checkpoints.holder(each.version) == run.job.name]
-    parts = [Found(each.version, each.manifest is None and not each.damaged) for each in own if not each.deleted]
-    marked = sorted(each.version for each in listed if each.deleted and each.version < newest and each.version not in spared)
-    return Verdict(kept, tuple(marked), victims(parts, {*kept, *asked.saved}, keep, spared))
+    own = [(each, _found(each, asked)) for each in listed if run.checkpoints.holder(each.version) == run.job.name]
+    past = [(each, part) for each, part in own if part.dead or (newest is not None and newest in kept and each.version < newest)]
+    marked = sorted(each.version for each, _ in past if each.deleted and each.version not in spared)
+    return Verdict(kept, tuple(marked), victims((part for each, part in past if not each.deleted), {*kept, *asked.saved}, keep, spared))
+
+
+def _found(each: Listed, asked: Retain) -> Found:
+    begun, last = each.manifest is None and not each.damaged, max((generation for generation, _ in asked.lineage), default=0)
+    return Found(each.version, begun, begun and each.version.generation < last and not lineage.contains(asked.lineage, each.version))
 
 
 def written(listed: Iterable[Listed]) -> dict[Version, float]:
@@ -114,44 +123,49 @@ def state_of(listed: Listed, newest: Version | None) -> str:
 
 
 def collect(run: Run, keep: Keep, asked: Retain | None, claim: int, now: float | None = None) -> Verdict:
-    """Performs a round for the owner whose claim is ``claim``, and returns what it has done.  Raises :class:`Exists` for another claim.
+    """Performs a round for the owner whose claim is ``claim``.  Returns what it keeps, has removed (``marked``) and has marked (``due``).
 
+    Raises :class:`Exists` for another claim.
     ``asked`` and ``now`` are as :func:`look` has them.
     """
-    found = look(run, keep, asked, now).verdict
-    found = Verdict(found.kept, found.marked[:MOST], found.due[:MOST])
-    remove(run, found.marked, claim)
-    mark(run, found.due, "no rule keeps it", claim)
-    return found
+    found, at_once = look(run, keep, asked, now).verdict, asked is not None and asked.at_once
+    most = None if at_once else MOST
+    gone = remove(run, found.marked[:most], claim)
+    marked = mark(run, found.due[:most], "no rule keeps it", claim)
+    return Verdict(found.kept, (*gone, *remove(run, marked, claim)) if at_once else gone, marked)
 
 
-def mark(run: Run, versions: Iterable[Version], why: str, claim: int) -> None:
-    """Marks ``versions``, but for those that a fork needs.  Raises :class:`Exists` if the newest claim of the run is another one.
+def mark(run: Run, versions: Iterable[Version], why: str, claim: int) -> tuple[Version, ...]:
+    """Marks ``versions``, but for those that a fork needs, and returns those that it has marked.
+
+    Raises :class:`Exists` if the newest claim of the run is another one.
 
     Whoever claims the run looks after that at the checkpoint from which a branch is to go on.  So a mark that was written after that look
     is taken back: the claim is seen here.
     """
+    marked = list[Version]()
     for version in versions:
         _check(run, claim)
         if version not in forks.references(run.store, run.job.name):
             run.checkpoints.mark(version, why)
+            marked.append(version)
             try:
                 _check(run, claim)
             except Exists:
                 run.checkpoints.unmark(version)
                 raise
+    return tuple(marked)
 
 
 def remove(run: Run, versions: Iterable[Version], claim: int) -> tuple[Version, ...]:
-    """Removes ``versions``, which are marked, and returns those that stay because a fork needs them.  Raises as :func:`mark` does."""
-    stay = list[Version]()
+    """Removes ``versions``, which are marked, but for those that a fork needs, and returns what is gone.  Raises as :func:`mark` does."""
+    gone = list[Version]()
     for version in versions:
         _check(run, claim)
-        if version in forks.references(run.store, run.job.name):
-            stay.append(version)
-        else:
+        if version not in forks.references(run.store, run.job.name):
             run.checkpoints.remove(version)
-    return tuple(stay)
+            gone.append(version)
+    return tuple(gone)
 
 
 def release(run: Run, claim: int) -> list[tuple[Reference, bool]]:
@@ -194,18 +208,32 @@ class Retention:
         if number == self._waiting:
             self.round(asked)
 
-    def round(self, asked: Retain | None = None) -> None:
-        """Performs a round for ``asked``, by default as :func:`look`, and says once if it fails.
+    def round(self, asked: Retain | None = None) -> bool:
+        """Performs a round for ``asked``, by default as :func:`look`.  Returns whether a checkpoint is gone, and says once if it fails.
 
         The next one goes on with what it has left.
         """
         try:
-            collect(self.run, self.run.job.keep(), asked, self.claim)
+            found = collect(self.run, self.run.job.keep(), asked, self.claim)
         except Exists:
-            return  # another coordinator acts for the run, and deletes
+            return False  # another coordinator acts for the run, and deletes
         except (StorageError, OSError) as error:
             if not self._failed:
                 self.tell(f"old checkpoints could not be deleted: {error}; it is tried again after each save")
             self._failed = True
-        else:
-            self._failed = False
+            return False
+        self._failed = False
+        if asked is not None and asked.at_once and not found.marked:
+            self.tell(no_room(self.run, found.kept))
+        return bool(found.marked)
+
+
+def no_room(run: Run, kept: Mapping[Version, Collection[str]]) -> str:
+    """Returns the sentence of a run whose bucket is full although there is nothing to delete: the rules have ``kept`` the rest."""
+    may_go = [version for version, names in kept.items() if version not in run.checkpoints.inherited and not STAYS.intersection(names)]
+    fix = f"rm --step {min(may_go).step}` deletes the oldest" if may_go else "ls` lists what is there"
+    if sum(BY_NUMBER.issuperset(names) for names in kept.values()) > 2:
+        fix = "gc --checkpoint.keep-last 2` deletes all but the newest 2"
+    rules = f"checkpoint.keep_last = {run.job.keep().last} and the other rules keep {len(kept)} checkpoints"
+    space = f"free space there, or, once the run has ended, `elastic checkpoint {fix}"
+    return f"the bucket is full, and nothing more may be deleted: {rules}; {space}"

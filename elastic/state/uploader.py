@@ -31,7 +31,7 @@ from elastic.plan.placement import cell_of, held, written_by
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.region import BLOCK, WORD, Frame, Place, Region, frame
 from storage.checkpoints import Checkpoints, ShardReceipt
-from storage.errors import StorageError, Unavailable
+from storage.errors import Full, StorageError, Unavailable
 from storage.objects import ObjectStore
 from storage.slices import Tensor, nbytes
 
@@ -164,7 +164,7 @@ class Uploader:
         except GivenUp:
             self._say(part.number, failed="it was given up")
         except Unavailable as error:
-            self._say(part.number, refused=str(error))
+            self._say(part.number, refused=str(error), full=isinstance(error, Full))
         except (StateMissing, StorageError, OSError) as error:
             self._say(part.number, failed=str(error))
         except Exception as error:  # the boundary of a thread: the keeper waits for a report of the part

@@ -218,13 +218,13 @@ class Uploads:
     def _fail(self, task: Task, why: str) -> None:
         self._tell(task, _failed(task, f": {why}", again=False), None)
 
-    def _refused(self, task: Task, why: str) -> None:
+    def _refused(self, task: Task, why: str, full: bool) -> None:
         """Tries the part again soon, as long as its save is under way: the copy stays where it is.  Says so once."""
         with self._lock:
             task.number, task.attempts, task.again_at = 0, 0, time.monotonic() + AGAIN_S
             known, task.refused, task.refusals = task.refused, True, task.refusals + (not task.refused)
         if not known:
-            self.tell(task.save, _failed(task, f" yet: {why}", again=True), None)
+            self.tell(task.save, _failed(task, f" yet: {why}", again=True, full=full), None)
 
     def _tell(self, task: Task, event: ShardSaved | SaveFailed, receipt: ShardReceipt | None) -> None:
         task.told, task.region = (event, receipt), None
@@ -264,7 +264,7 @@ class Uploads:
                 task.refused = task.refused and not (answer["slices"] and task.refusals < REFUSALS)
                 continue
             if "refused" in answer:
-                self._refused(task, answer["refused"])
+                self._refused(task, answer["refused"], answer.get("full", False))
             elif "failed" in answer:
                 self._fail(task, answer["failed"])
             else:
@@ -290,10 +290,10 @@ class Uploads:
             self._fail(task, f"{ATTEMPTS} uploaders died while they wrote it")
 
 
-def _failed(task: Task, why: str, *, again: bool) -> SaveFailed:
-    """Returns the report that a part was not written; ``again`` says that it is tried again."""
-    name = name_of(task.save.layout, task.rank)
-    return SaveFailed(task.save.version, f"no part of {task.worker} ({name}){why}", task.save.by, again=again, worker=task.worker)
+def _failed(task: Task, why: str, *, again: bool, full: bool = False) -> SaveFailed:
+    """Returns the report that a part was not written; ``again`` says that it is tried again, ``full`` that there is no room for it."""
+    reason = f"no part of {task.worker} ({name_of(task.save.layout, task.rank)}){why}"
+    return SaveFailed(task.save.version, reason, task.save.by, again=again, worker=task.worker, full=full)
 
 
 def _copy(save: Save, worker: WorkerId) -> Copy:

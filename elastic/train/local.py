@@ -64,7 +64,7 @@ from elastic.train.step import Session, Step
 from elastic.train.trial import compare_with_torch
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
-from storage.errors import Damaged, StorageError, Unavailable
+from storage.errors import Damaged, Full, StorageError, Unavailable
 from storage.slices import Tensor
 
 
@@ -298,25 +298,39 @@ class _Local:
         """Saves the state, and does what is owed, unless the run ``stops``: then it does that when it goes on."""
         version = state.shard.version
         self._check_claim(version)
-        try:
-            receipt = save_here(self.run.checkpoints, state, lambda: self.session.faults.strike("save", version.step, self.world))
-            store_rows(self.run.store, self.run.job.name, self.rows)  # before the save counts, or else a crash in between loses them
-        except (StorageError, OSError) as error:
-            where = f"bucket = {self.session.job.bucket!r}"
-            raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
+        while not self._is_written(state):
+            pass
         self.rows.clear()
-        self._check_claim(version)  # the writing takes long, and who has claimed the run meanwhile may have gone back
-        self.run.commit(version, [receipt], self.lineage, self.world.layout)
+        self.saved = [version]
         self.sinks.hand_on(self.lineage)
         if not stops:
             self._pay()
-        rules = self.session.job.checkpoint
-        if rules.keep_last:
-            try:
-                best = best_of(self.run) if rules.keep_best else None  # no journal says which one it is
-            except (StorageError, OSError):
-                return  # the next save looks again
-            self.retention.round(Retain((version,), self.lineage, best and best.version, (self.plan.version,)))
+        if self.session.job.checkpoint.keep_last:
+            self._retain(version)
+
+    def _is_written(self, state: State) -> bool:
+        """Writes the state.  Returns False if there was no room for it and a checkpoint has made room, so that it can be tried again."""
+        version = state.shard.version
+        try:
+            receipt = save_here(self.run.checkpoints, state, lambda: self.session.faults.strike("save", version.step, self.world))
+            store_rows(self.run.store, self.run.job.name, self.rows)  # before the save counts, or else a crash in between loses them
+            self._check_claim(version)  # the writing takes long, and who has claimed the run meanwhile may have gone back
+            self.run.commit(version, [receipt], self.lineage, self.world.layout)
+        except (StorageError, OSError) as error:
+            if isinstance(error, Full) and self._retain(version, at_once=True):
+                return False
+            where = f"bucket = {self.session.job.bucket!r}"
+            raise PlatformGaveUp(f"the save of {version} to {where} failed: {error}; mend that, and the same command resumes") from error
+        return True
+
+    def _retain(self, version: Version, *, at_once: bool = False) -> bool:
+        """Deletes what no rule keeps, ``at_once`` for the save of ``version``.  Returns whether a checkpoint is gone."""
+        try:
+            best = best_of(self.run) if self.session.job.checkpoint.keep_best else None  # no journal says which one it is
+        except (StorageError, OSError):
+            return False  # the next save looks again
+        asked = Retain(tuple(self.saved[-1:]), self.lineage, best and best.version, (self.plan.version, version), at_once)
+        return self.retention.round(asked)
 
     def _check_claim(self, version: Version) -> None:
         """Raises :class:`PlatformGaveUp` unless the newest claim of the run is this command's: ``version`` would not count."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 
-from storage.errors import Exists, Missing, Unavailable
-from storage.objects.port import PARTIAL, Data, ObjectStore, pieces_of
+from storage.errors import Exists, Full, Missing, Unavailable
+from storage.objects.port import NO_ROOM, PARTIAL, Data, ObjectStore, pieces_of
 from storage.objects.urls import folder_of
 
 
@@ -102,7 +102,7 @@ class Folder(ObjectStore):
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
-                raise Unavailable(self.full_name(key), str(error)) from error
+                raise _refused(self.full_name(key), error) from error
             yield aside
         finally:
             with suppress(OSError):
@@ -138,4 +138,8 @@ class Folder(ObjectStore):
         except FileExistsError as error:
             raise Exists(key, self.url) from error
         except OSError as error:
-            raise Unavailable(self.full_name(key), str(error)) from error
+            raise _refused(self.full_name(key), error) from error
+
+
+def _refused(name: str, error: OSError) -> Unavailable:
+    return (Full if error.errno in NO_ROOM else Unavailable)(name, str(error))

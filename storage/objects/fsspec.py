@@ -20,8 +20,8 @@ from typing import Any
 import fsspec
 
 from storage.background import begin
-from storage.errors import Exists, Missing, Unavailable
-from storage.objects.port import Data, ObjectStore, below, pieces_of
+from storage.errors import Exists, Full, Missing, Unavailable
+from storage.objects.port import NO_ROOM, Data, ObjectStore, below, pieces_of
 from storage.objects.remote import RemotePolicy, Transient
 
 MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -112,7 +112,7 @@ class Fsspec(ObjectStore):
                 self._call(each, "rmdir", f"{self.root}/{each}".rstrip("/"))
 
     def _call(self, key: str, verb: str, *arguments: Any, moved_bytes: int = 0, **options: Any) -> Any:
-        """Calls the filesystem until it answers.  Raises :class:`Missing`, :class:`Unavailable`, or :class:`FileExistsError`."""
+        """Calls the filesystem until it answers.  Raises :class:`Missing`, :class:`Unavailable` or :class:`FileExistsError`."""
         name, call = self.full_name(key), partial(getattr(self.filesystem, verb), *arguments, **options)
         try:
             return self.policy.call(name, partial(_attempt, call), self.policy.transfer_s(moved_bytes))
@@ -120,6 +120,10 @@ class Fsspec(ObjectStore):
             raise Missing(key, self.url) from error
         except FINAL as error:
             raise Unavailable(name, f"{type(error).__name__}: {error}") from error
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise Full(name, str(error)) from error
+            raise
 
 
 def _attempt(call: Any, seconds: float) -> Any:
@@ -131,6 +135,6 @@ def _attempt(call: Any, seconds: float) -> Any:
         raise Transient(f"no answer within {seconds:.1f} s") from None
     if error is None:
         return future.result()
-    if isinstance(error, (*MISSING, *FINAL, FileExistsError)):
+    if isinstance(error, (*MISSING, *FINAL, FileExistsError)) or getattr(error, "errno", None) in NO_ROOM:
         raise error
     raise Transient(f"{type(error).__name__}: {error}") from error

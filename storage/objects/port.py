@@ -10,6 +10,7 @@ A backend is one file with a subclass of :class:`ObjectStore`, and one row in :d
 
 from __future__ import annotations
 
+import errno
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -20,6 +21,9 @@ from storage.objects.urls import backend_of
 Piece = bytes | bytearray | memoryview
 Data = Piece | Iterable[Piece]
 """The content that a writer passes: the whole object, or its pieces one by one, so that the whole need not be in memory."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of the system by which it refuses to store more."""
 
 PARTIAL = ".partial-"
 """File names that begin with this are objects that are still being written.  They are never listed, and no key may contain them."""

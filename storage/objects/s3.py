@@ -32,7 +32,7 @@ from aiobotocore.session import AioSession
 from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
-from storage.errors import Exists, Missing, StorageError, Unavailable
+from storage.errors import Exists, Full, Missing, StorageError, Unavailable
 from storage.objects.port import Data, ObjectStore, below, pieces_of
 from storage.objects.remote import RemotePolicy, Transient
 from storage.objects.s3_errors import FAILURES, Refused, judged, meaning
@@ -234,7 +234,7 @@ class S3(ObjectStore):
                 raise Missing(key, self.url) from refused
             if refused.lost_its_place or refused.status == 416:
                 raise
-            raise Unavailable(self.full_name(key), meaning(refused)) from refused
+            raise (Full if refused.full else Unavailable)(self.full_name(key), meaning(refused)) from refused
 
     def _request(self, object: str, verb: str, arguments: Mapping[str, Any], extra_s: float = 0.0) -> Answer:
         def attempt(seconds: float) -> Answer:

@@ -32,6 +32,9 @@ _TRANSIENT_CODES = frozenset(
     }
 )
 
+_FULL_CODES = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
+"""Codes by which Ceph and MinIO say that the bucket's quota is used up, or their disks are."""
+
 _SET = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on every node"
 _KEYS = f"the node's credentials are refused: {_SET}"
 _REGION = "set AWS_REGION (or region in the profile) on every node to the bucket's region"
@@ -75,6 +78,11 @@ class Refused(Exception):
         """True if the object exists already: another writer wrote it, or an earlier attempt whose answer was lost."""
         return self.status == 412 or self.code == "NoSuchUpload"
 
+    @property
+    def full(self) -> bool:
+        """True if there is no room for the object."""
+        return self.status == 507 or self.code in _FULL_CODES
+
 
 def judged(error: Exception, seconds: float) -> Transient | Refused:
     """Returns what to raise instead of ``error``, which ended an attempt of ``seconds``."""
@@ -95,8 +103,9 @@ def _answered(error: boto.ClientError) -> Transient | Refused:
     text = f"{status} {'' if code == str(status) else code}".strip() + f": {said.get('Message', 'no reason given')}"
     if code in ("PreconditionFailed", "412"):  # a completion is answered 200 before it is decided, and the refusal comes in the body
         return Refused(412, code, text)
-    if code in _MEANING:
-        return Refused(status, code, text)
+    refused = Refused(status, code, text)
+    if code in _MEANING or refused.full:
+        return refused
     # 409: several writers collided; the next attempt shows which of them won
     if code in _TRANSIENT_CODES or status >= 500 or status in (408, 409, 429):
         return Transient(text)

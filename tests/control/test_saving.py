@@ -12,8 +12,9 @@ from elastic.control.run import Running, Saves, Saving
 from elastic.control.saves import survivors
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import LayoutRule
+from elastic.plan.retention import Keep
 from elastic.protocol import events as ev
-from elastic.protocol.actions import CommitManifest, Save, Upload
+from elastic.protocol.actions import CommitManifest, Retain, Save, Upload
 from elastic.protocol.commit_record import DUE, GO_ON, LAST, NO_SAVE, PAUSE, SAVE_AND_PAUSE, is_saved
 from elastic.protocol.copy_schedule import due
 from tests.control.play import Play, stepping
@@ -188,6 +189,28 @@ def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
     play.steps(7, 10)
     assert play.tell(ev.SaveFailed(Version(10, 1), "disk full")) == "the checkpoint of step 10 of generation 1 failed (disk full)"
     assert isinstance(play.run.state, Running) and [each.version for each in play.run.saves.pending] == [Version(5, 1)]
+
+
+@pytest.mark.parametrize("last", [2, 0])
+def test_a_save_without_room_has_what_no_rule_keeps_deleted_at_once(last: int) -> None:
+    """Once for each spell of refusals.  The control: a bucket that is down is not asked to delete anything."""
+    play = stepping(2, save_every=5, keep=Keep(last=last))
+    for step in (5, 10):
+        play.steps(step - 4, step)
+        play.save(Version(step, 1), "w1", "w2")
+    play.steps(11, 15)
+    down = ev.SaveFailed(Version(15, 1), "no", 1, again=True, worker=W1)
+    for event, asked in ((down, 0), (replace(down, worker=W2, full=True), 0), (replace(down, full=True), 0)):
+        play.tell(event)
+        assert len(play.did(Retain)) == asked
+    play.save(Version(15, 1), "w1", "w2")
+    play.steps(16, 20)
+    full = ev.SaveFailed(Version(20, 1), "no", 1, again=True, worker=W1, full=True)
+    play.tell(full)
+    kept = (Version(10, 1), Version(15, 1)) if last else (Version(5, 1), Version(10, 1), Version(15, 1))
+    assert play.did(Retain) == [Retain(kept, ((1, 20),), None, (Version(20, 1), Version(0, 0)), at_once=True)] and play.last.durable
+    play.tell(replace(full, worker=W2))
+    assert not play.did(Retain)
 
 
 def test_a_manifest_that_can_never_be_written_ends_its_save() -> None:

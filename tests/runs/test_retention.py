@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import re
 import shutil
@@ -26,7 +25,7 @@ from elastic.runs.branches import Before
 from elastic.runs.retention import Retention, collect
 from elastic.runs.run import Run
 from storage.checkpoints import MANIFEST, Checkpoints
-from storage.errors import Exists, Unavailable
+from storage.errors import Exists, Full, Unavailable
 from storage.objects import PARTIAL, ObjectStore
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.stores import Forwarding
@@ -341,13 +340,13 @@ def test_ls_says_for_which_run_a_checkpoint_that_was_left_behind_stays(
     assert kept[5, 1] == "run 'f'" and kept[4, 1] == kept[6, 1] == "" and "branch" in kept[2, 1]
 
 
-class Full(Forwarding):
-    """Takes nothing, as a folder for which there is no room, or for another reason."""
+class Refuses(Forwarding):
+    """Takes nothing, for want of room or for another reason."""
 
-    why = errno.ENOSPC
+    why: type[Unavailable] = Full
 
     def put_if_absent(self, key: str, data: object) -> None:
-        raise Unavailable(key, "no") from OSError(self.why, "no")
+        raise self.why(key, "no")
 
 
 def test_a_bucket_without_room_for_a_mark_names_a_folder_that_may_go(
@@ -355,7 +354,7 @@ def test_a_bucket_without_room_for_a_mark_names_a_folder_that_may_go(
 ) -> None:
     """The judge is the run once that folder was removed.  The control: another failure of the bucket is told as it is."""
     run, _ = ended(checkpoint={"keep_last": 2})
-    full, opened = Full(run.store), ObjectStore.open
+    full, opened = Refuses(run.store), ObjectStore.open
     for command in (
         lambda: checkpoint_commands.gc(run.job, dry=False, force=False),
         lambda: checkpoint_commands.rm(run.job, "2", force=False),
@@ -368,7 +367,7 @@ def test_a_bucket_without_room_for_a_mark_names_a_folder_that_may_go(
         assert found is not None
         shutil.rmtree(found[1])
     assert [each.version.step for each in run.checkpoints.versions()] == [3, 4, 5, 6] and run.newest() == Version(6, 1)
-    full.why = errno.EIO
+    full.why = Unavailable
     monkeypatch.setattr(ObjectStore, "open", lambda url: full)
     with pytest.raises(Unavailable):
         checkpoint_commands.rm(run.job, "3", force=False)

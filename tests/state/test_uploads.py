@@ -42,6 +42,7 @@ from tests.state.nodes import AT, SECRET, TENSORS, Node, cluster, enter, shard_o
 from tests.state.saver import NODE, PLAN, SAVED, WORKER, save
 from tests.storage.states import slices_of
 from tests.support.cells import cell
+from tests.support.full_disk import small_disk
 from tests.support.patience import PATIENCE_S, until
 from tests.support.warm import MODULES
 
@@ -175,6 +176,20 @@ def test_a_worker_that_dies_after_its_copy_does_not_end_the_save(tmp_path: Path,
     assert checkpoints(tmp_path).verify(SAVED).good
 
 
+def test_a_part_for_which_there_is_no_room_is_written_once_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: the coordinator is told that a deletion helps.  The control is the next test: another refusal is told without that."""
+    monkeypatch.setattr("elastic.state.uploads.AGAIN_S", 0.1)
+    with small_disk(tmp_path / "disk", 2**20) as disk, saving("whole") as store, uploading(store, disk) as (uploads, told):
+        (disk / "other").write_bytes(bytes(2**20 - 4096))
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        event, receipt = told.next()
+        assert isinstance(event, SaveFailed) and event.again and event.full and "No space left on device" in event.reason
+        (disk / "other").unlink()
+        while isinstance(event, SaveFailed):  # it may have been refused again meanwhile
+            event, receipt = told.next()
+        assert event == ShardSaved(WORKER, SAVED, by=SAVED.generation) and receipt is not None
+
+
 @pytest.mark.parametrize("back", [True, False])
 def test_a_part_that_the_bucket_refuses_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool) -> None:
     """R11: the worker is dead, the copy is the only one, and a file lies where the bucket should be.  The coordinator is told once.
@@ -188,7 +203,7 @@ def test_a_part_that_the_bucket_refuses_is_tried_again(tmp_path: Path, monkeypat
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         event, _ = told.next()
         assert isinstance(event, SaveFailed) and event.again and "no part of w0 (shard-00000-of-00001) yet" in event.reason
-        assert uploads.uploading() == ()
+        assert not event.full and uploads.uploading() == ()
         if not back:
             with pytest.raises(queue.Empty):
                 told.events.get(timeout=1.0)

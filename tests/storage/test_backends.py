@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ import fsspec
 import pytest
 
 from actors.cli import main
-from storage.errors import Exists, Missing, Unavailable
+from storage.errors import Exists, Full, Missing, Unavailable
 from storage.objects import ObjectStore
 from storage.objects.folder import Folder
 from storage.objects.fsspec import Fsspec
@@ -178,6 +179,14 @@ def test_what_may_pass_is_tried_again(toy: Fsspec, error: Exception) -> None:
 def test_what_would_fail_again_is_not_tried_again(toy: Fsspec, error: Exception) -> None:
     toy.filesystem = Disturbed(failing(1, error))
     with pytest.raises(Unavailable, match=str(error)):
+        toy.put_if_absent("a", b"1")
+    assert not toy.exists("a")
+
+
+@pytest.mark.fast
+def test_a_filesystem_without_room_is_not_asked_again(toy: Fsspec) -> None:
+    toy.filesystem = Disturbed(failing(1, OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(Full, match="No space left on device"):
         toy.put_if_absent("a", b"1")
     assert not toy.exists("a")
 

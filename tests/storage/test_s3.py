@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from fsspec.asyn import sync
 
-from storage.errors import Exists, Missing, Unavailable
+from storage.errors import Exists, Full, Missing, Unavailable
 from storage.objects import ObjectStore
 from storage.objects.remote import RemotePolicy, Transient
 from storage.objects.s3 import S3, UPLOADS
@@ -203,6 +203,20 @@ class TestACreateWhoseAnswerIsLost:
         unruly.when("HEAD", without_mark, times=99)
         with pytest.raises(Exists):
             store.put_if_absent("k", b"mine")
+
+
+@pytest.mark.parametrize("fault", [("507 INSUFFICIENT STORAGE", "XMinioStorageFull"), ("403 FORBIDDEN", "QuotaExceeded")])
+def test_a_bucket_without_room_is_told_from_one_that_is_down(unruly: Unruly, moto_bucket: S3, fault: tuple[str, str]) -> None:
+    """It is not asked again: only a deletion helps.  The control is a bucket that is down."""
+    store = below(moto_bucket, policy=QUICK)
+    unruly.when("PUT", says(*fault))
+    with pytest.raises(Full, match=fault[1]):
+        store.put_if_absent("k", b"bytes")
+    assert unruly.asked("PUT") == 1
+    unruly.when("PUT", FAULTS["503"], times=99)
+    with pytest.raises(Unavailable) as down:
+        store.put_if_absent("k", b"bytes")
+    assert not isinstance(down.value, Full)
 
 
 # ---- uploads in parts

@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from actors.checkpoint_commands import rm
 from elastic.engine.optim.base import Hyper, Part, Rule
+from elastic.errors import PlatformGaveUp
+from elastic.ids import Version
+from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.member import Member
-from elastic.report.story import Line, StepLine
+from elastic.report.story import Line, Sentence, StepLine
+from elastic.runs.run import Run
 from elastic.train.local import run_local
+from tests.support.full_disk import small_disk
 from tests.support.toys import toy_job
 
 SMALL = {"vocab": 29, "dim": 8, "layers": 1, "heads": 1}
@@ -81,3 +87,49 @@ def test_a_signal_in_the_middle_of_an_update_costs_no_step(tmp_path: Path, signa
     shown.clear()
     assert run_local(job, shown.append)[0] == "Finished"
     assert [line.step for line in shown if isinstance(line, StepLine)] == ([4] if signals == 1 else [1, 2, 3, 4])
+
+
+WIDE = {"vocab": 29, "dim": 96, "layers": 1, "heads": 1}
+
+
+def saving(bucket: Path) -> Job:
+    return toy_job(bucket, steps=12, model_args=WIDE, checkpoint={"save_every": 2, "keep_last": 2})
+
+
+@pytest.fixture(scope="module")
+def checkpoint_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Returns the bytes that a checkpoint takes on a disk, more than all else that a run writes."""
+    job = saving(tmp_path_factory.mktemp("whole")).replace(steps=2)
+    run_local(job, lambda line: None)
+    sizes = [path.stat().st_size for path in Path(job.bucket, job.name).rglob("*") if path.is_file()]
+    assert max(sizes) > 4 * 4096 * len(sizes)
+    return max(sizes)
+
+
+def steps_of(job: Job) -> list[int]:
+    return [each.version.step for each in Run.open(job).checkpoints.versions() if each.good]
+
+
+def test_a_disk_with_room_for_one_more_checkpoint_than_are_kept_is_enough(tmp_path: Path, checkpoint_bytes: int) -> None:
+    """A checkpoint that is marked takes room until the round after the next save, which would not fit beside it."""
+    with small_disk(tmp_path / "disk", checkpoint_bytes * 7 // 2) as disk:
+        job, lines = saving(disk), list[Line]()
+        assert run_local(job, lines.append)[0] == "Finished" and steps_of(job) == [10, 12]
+        assert not any("full" in str(line) for line in lines)
+
+
+def test_a_run_on_a_disk_without_room_says_what_frees_some_and_then_goes_on(tmp_path: Path, checkpoint_bytes: int) -> None:
+    """Nothing is lost, however often it is started again."""
+    with small_disk(tmp_path / "disk", checkpoint_bytes * 5 // 2) as disk:
+        job = saving(disk)
+        for _ in range(2):
+            lines = list[Line]()
+            with pytest.raises(PlatformGaveUp, match=r"the save of step 6 .* No space left on device; mend that"):
+                run_local(job, lines.append)
+            (said,) = (line.text for line in lines if isinstance(line, Sentence) and "the bucket is full" in line.text)
+            assert "checkpoint.keep_last = 2" in said and "`elastic checkpoint rm --step 2` deletes the oldest" in said
+            assert steps_of(job) == [2, 4] and all(Run.open(job).checkpoints.verify(Version(step, 1)).good for step in (2, 4))
+        assert rm(job, "2", force=False) == 0
+        with pytest.raises(PlatformGaveUp, match="the save of step 8 "):
+            run_local(job, lines.append)
+        assert steps_of(job) == [4, 6]

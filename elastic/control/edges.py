@@ -11,6 +11,8 @@ does *in* that state.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.control import admission, copy_inventory, membership, saves
 from elastic.control.decision import Decision, count, names
 from elastic.control.liveness import begun
@@ -162,7 +164,12 @@ def go(decision: Decision, plan: Plan) -> None:
 
 
 def finish(decision: Decision, plan: Plan) -> None:
-    """Enters ``Finishing``: the target step is committed, and only its checkpoint is missing."""
+    """Enters ``Finishing``: the target step is committed, and only its checkpoint is missing.
+
+    A bucket that refuses an earlier save already is waited for from now on.
+    """
+    pending = (each if each.refused_at is None else replace(each, refused_at=decision.now) for each in decision.run.saves.pending)
+    decision.know(saves=Saves(tuple(pending)))
     enter(decision, Finishing(plan, decision.now + decision.rules.stop_s))
     decision.say(f"step {decision.run.step} is the last: its checkpoint is on the way")
 

@@ -23,7 +23,9 @@ def go_on(decision: Decision, state: Finishing) -> None:
     elif decision.due(patient_until(decision, state.deadline)):
         refused = f"the bucket refused the last checkpoint for {decision.rules.wait_s:g} s"
         silent = f"nothing of the last checkpoint arrived for {decision.rules.stop_s:g} s"
-        edges.stop(decision, refused if refused_until(decision.rules, run.saves.pending) else silent)
+        if refusing := bool(refused_until(decision.rules, run.saves.pending)):
+            decision.know(gave_up=refused, stop=run.stop or refused)  # a later world would only wait as long for the same bucket
+        edges.stop(decision, refused if refusing else silent)
 
 
 def _is_validated(decision: Decision) -> bool:

@@ -151,13 +151,13 @@ def give_up_the_silent(decision: Decision) -> None:
     """Gives up the saves of which nothing was heard for ``stop_s``, or which the bucket refused for ``wait_s``.
 
     A manifest may take ``wait_s``.  No cause of such a silence is known; but while a save is on its way no other one begins.  The last
-    save of a run or of a stop is waited for in its state.
+    save of a run or of a stop is waited for in its state, and with it one that the bucket refuses: the last would be refused too.
     """
     run, rules = decision.run, decision.rules
     for each in run.saves.pending:
         heard_at = max(each.heard_at, run.watch.uploaded_at)
         until = max([heard_at + rules.stop_s, *refused_until(rules, [each]), *manifests_until(rules, [each])])
-        waited_for = each.version == run.version and isinstance(run.state, Finishing | Stopping)
+        waited_for = isinstance(run.state, Finishing | Stopping) and (each.version == run.version or each.refused_at is not None)
         if decision.due(until) and not waited_for:
             _forget(decision, each.version, f"nothing was heard of it for {decision.now - heard_at:.0f} s")
 

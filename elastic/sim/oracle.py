@@ -93,7 +93,7 @@ class Oracle:
         """The latest settlement, which perhaps has not reached all members yet."""
         self.settlements: dict[int, Outcome | None] = {}
         self.counting: set[Version] = set()
-        self.stop_asked = self.asked = False
+        self.stop_asked = self.asked = self.refused = False
         self.startups, self.stumbles = 0, Counter[str]()
         """Number of coordinators in a row that died before they achieved anything, and the reported reasons for deaths of coordinators."""
         self.occasions: Counter[str] = Counter()
@@ -216,12 +216,13 @@ class Oracle:
             self.refused_at.clear()
         waits = isinstance(before.state, Finishing) and before.saves.find(before.version) is not None
         if waits and isinstance(after.state, Stopping) and isinstance(event, Beat | Tick | Renewed):
-            writing = any(node.uploads.writing for node in self.sim.cluster.nodes.values())
-            if writing and now > calm_at + self.sim.rules.stop_s:
+            if now > calm_at + self.sim.rules.stop_s and any(node.uploads.writing for node in self.sim.cluster.nodes.values()):
                 raise Violation("the run does not wait for its last save, which is being written")
             under_way = {(each.version, each.by or each.version.generation) for each in before.saves.pending}
-            if any(now < since + self.sim.rules.wait_s for save, since in self.refused_at.items() if save in under_way):
+            refused = [now - since for save, since in self.refused_at.items() if save in under_way]
+            if any(each < self.sim.rules.wait_s for each in refused):
                 raise Violation("the run does not wait for the bucket, which refuses its last save")
+            self.refused |= bool(refused)
         self.pending_since = {(each.version, each.by): self.pending_since.get((each.version, each.by), now) for each in after.saves.pending}
         for (version, _), since in self.pending_since.items():
             if now - max(since, calm_at) > LONGEST_SAVE_S + 3 * after.watch.step_s:
@@ -486,8 +487,7 @@ class Oracle:
         match after.state:
             case Finished():
                 generations = expanded(after.history.lineage)
-                target = self.sim.rules.target_step
-                final = Version(target, generations[-1])
+                final = Version(self.sim.rules.target_step, generations[-1])
                 if generations != (truth := self.chain(final)):
                     raise Violation(f"finished with the ledger {generations}, what happened is {truth}")
                 if final not in self.sim.cluster.bucket.manifests:

@@ -51,7 +51,7 @@ LATE_S = 1.0
 
 
 def a_budget_is_spent(seen: Oracle) -> bool:
-    """Returns whether the run may fail, by what the oracle saw: errors of the job, fruitless generations, waiting.
+    """Returns whether the run may fail, by what the oracle saw: errors of the job, fruitless generations, waiting, a last save refused.
 
     A short wait is enough if there are nodes on which no worker may run and no world has been formed, or nodes on which none forms and no
     step has been run.
@@ -67,7 +67,7 @@ def a_budget_is_spent(seen: Oracle) -> bool:
     enough_s = rules.refused_s if misfits and not seen.begun else rules.wait_s
     if misset and not any(step for step, _ in reached):
         enough_s = min(enough_s, rules.refused_s - LATE_S)
-    return again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s >= enough_s
+    return seen.refused or again or fruitless_at_the_end(reached) > rules.max_fruitless or waited_s >= enough_s
 
 
 def fruitless_at_the_end(generations: Iterable[tuple[int, bool]]) -> int:

@@ -121,6 +121,36 @@ def test_a_part_that_is_still_refused_is_waited_for_after_another_part_has_arriv
     assert control.later(15.0).startswith("nothing of the last checkpoint arrived for 15 s"), "nothing is refused any more"
 
 
+def test_a_bucket_that_refuses_the_last_checkpoint_is_waited_for_once() -> None:
+    """Each world that was formed again waited as long once more.  The control: where nothing is refused, another world saves it."""
+    play, control = finishing(wait_s=600.0), finishing(wait_s=600.0)
+    play.tell(ev.SaveFailed(Version(6, 1), "s3://b cannot be reached", 1, again=True))
+    play.later(600.0)
+    control.later(15.0)
+    for each in (play, control):
+        each.answer("w1", Version(6, 1))
+        each.answer("w2", Version(6, 1))
+    why = "the bucket refused the last checkpoint for 600 s"
+    assert play.last.reason == f"gave up ({why}), resumes from step 0; steps 1–6 are not saved" and play.run.state == Failed(why)
+    assert isinstance(control.run.state, Forming)
+
+
+@pytest.mark.parametrize("before", [1.0, 599.0])
+def test_a_bucket_that_was_full_before_the_end_is_waited_for_once_from_there_on(before: float) -> None:
+    """Both saves are refused, the last one when there is a slot for its copy."""
+    play = stepping(2, target_step=6, save_every=5, wait_s=600.0, stall_s=1e9, silence_s=1e9)
+    play.steps(1, 5)
+    play.tell(ev.SaveFailed(Version(5, 1), "disk full", 1, again=True, worker=W1))
+    play.later(before)
+    play.step(6)
+    began = play.now
+    assert play.later(599.0) == ""
+    play.tell(ev.SaveFailed(Version(6, 1), "disk full", 1, again=True, worker=W1))
+    while isinstance(play.run.state, Finishing):
+        play.later(1.0)
+    assert play.now - began == 600.0
+
+
 def complete(play: Play) -> ev.SaveFailed:
     """Brings all parts of the last checkpoint, and returns what says that the bucket refuses the manifest."""
     play.tell(ev.ShardSaved(W1, Version(6, 1)))

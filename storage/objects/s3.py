@@ -7,9 +7,10 @@ Endpoint, region and credentials come from the node alone: from the standard var
 ``AWS_REGION``, ``AWS_PROFILE``, ``AWS_ACCESS_KEY_ID`` …) or from the machine's role.  A job and its messages never hold a secret.
 
 An object larger than ``part_bytes`` is uploaded in parts as its pieces come, ``UPLOADS`` at a time, and appears when the upload is
-completed.  A create-only write sends ``If-None-Match: *`` with the PUT or with the completion, so the store decides, for objects of any
-size.  :mod:`storage.objects.selftest` refuses a store that ignores it on either.  Each write puts a random mark into the object's metadata.
-If an answer is lost and the retry finds an object, the mark tells the writer whether it is its own.
+completed.  Nobody says before how large it is, so the parts of a very large one grow (:func:`sizes_of`).  A create-only write sends
+``If-None-Match: *`` with the PUT or with the completion, so the store decides, for objects of any size.  :mod:`storage.objects.selftest`
+refuses a store that ignores it on either.  Each write puts a random mark into the object's metadata.  If an answer is lost and the retry
+finds an object, the mark tells the writer whether it is its own.
 
 The parts that a killed writer has uploaded are never listed and never read, but they cost money.  Give the bucket a lifecycle rule
 ``AbortIncompleteMultipartUpload``.
@@ -26,6 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from typing import Any
 
 from aiobotocore.session import AioSession
@@ -38,10 +40,12 @@ from storage.objects.remote import RemotePolicy, Transient
 from storage.objects.s3_errors import FAILURES, Refused, judged, meaning
 
 PART_BYTES = 32 * 2**20
-"""Bytes of a part.  S3 allows 5 MiB to 5 GiB and at most 10,000 parts, so an object may have 312 GiB."""
+"""Bytes of each of the first 5,000 parts of an object.  S3 allows 5 MiB to 5 GiB."""
 PARTS = 10_000
+"""Number of parts that S3 allows an object, which may have 5 TiB."""
 UPLOADS = 4
-"""Parts under way at the same time.  With those that are being cut, writing an object takes the memory of seven parts: 224 MiB."""
+"""Parts under way at the same time.  With those that are being cut, writing an object takes the memory of seven parts: 224 MiB, and
+2.4 GiB at the end of an object of 312 GiB."""
 COMPLETION_S = 280.0
 """Additional seconds for completing an upload: a store may take minutes to join the parts of a large object."""
 MARK = "elastic-write"
@@ -164,7 +168,7 @@ class S3(ObjectStore):
     def _write(self, key: str, data: Data, condition: Mapping[str, str]) -> None:
         self._path(key)
         mark = uuid.uuid4().hex
-        blocks = blocks_of(data, self.part_bytes)
+        blocks = blocks_of(data, sizes_of(self.part_bytes))
         first, second = next(blocks, b""), next(blocks, None)
         try:
             if second is None and len(first) <= self.single_bytes:
@@ -208,7 +212,8 @@ class S3(ObjectStore):
         with ThreadPoolExecutor(UPLOADS, "s3-upload") as pool:
             for number, block in enumerate(blocks, 1):
                 if number > PARTS:
-                    raise Unavailable(self.full_name(key), f"it has more than {PARTS} parts of {self.part_bytes} bytes; use more shards")
+                    why = f"it has more bytes than {PARTS} parts can hold, and S3 allows an object 5 TiB; use more shards"
+                    raise Unavailable(self.full_name(key), why)
                 sent.append(pool.submit(send, number, block))
                 if len(sent) == UPLOADS:
                     parts.append(sent.popleft().result())
@@ -268,9 +273,18 @@ def _objects(page: Answer) -> list[Mapping[str, Any]]:
     return [each for each in page.get("Contents", ()) if not each["Key"].endswith("/")]
 
 
-def blocks_of(data: Data, size: int) -> Iterator[bytes]:
-    """Yields the same bytes in blocks of ``size``, the last one shorter.  Holds one block at a time."""
-    block = bytearray()
+def sizes_of(part_bytes: int) -> Iterator[int]:
+    """Yields the sizes of an object's parts: ``part_bytes`` for half of them, then more and more, so that all make up 5 TiB and more.
+
+    The last one is 65 times as large as the first: 2 GiB.
+    """
+    for number in count(1):
+        yield part_bytes * (1 + max(0, number - PARTS // 2) * 128 // PARTS)
+
+
+def blocks_of(data: Data, sizes: Iterator[int]) -> Iterator[bytes]:
+    """Yields the same bytes in blocks of ``sizes``, the last one shorter.  Holds one block at a time."""
+    block, size = bytearray(), next(sizes)
     for piece in pieces_of(data):
         rest = memoryview(piece)
         rest = rest.cast("B") if rest.nbytes else rest
@@ -281,6 +295,7 @@ def blocks_of(data: Data, size: int) -> Iterator[bytes]:
             if len(block) == size:
                 yield bytes(block)
                 block.clear()
+                size = next(sizes)
     if block:
         yield bytes(block)
 

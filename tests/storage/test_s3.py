@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise, repeat
 
 import pytest
 from fsspec.asyn import sync
@@ -14,7 +14,7 @@ from fsspec.asyn import sync
 from storage.errors import Exists, Full, Missing, Unavailable
 from storage.objects import ObjectStore
 from storage.objects.remote import RemotePolicy, Transient
-from storage.objects.s3 import S3, UPLOADS
+from storage.objects.s3 import PART_BYTES, PARTS, S3, UPLOADS, sizes_of
 from tests.storage.conformance import Conformance, Writes
 from tests.support.buckets import below
 from tests.support.unruly import App, Environ, Fault, Start, Unruly, dripping, lost_answer, reset, says, silent, truncated, without_mark
@@ -246,6 +246,28 @@ def test_a_large_object_goes_up_in_parts_and_comes_back_by_ranges(large: S3) -> 
     assert uploads(large) == []
     large.delete("a")
     assert large.list() == []
+
+
+def test_an_object_has_as_many_bytes_as_s3_allows_in_as_many_parts() -> None:
+    """Parts of one size were 312 GiB, and all were sent before the object was found to be too large.  Of smaller objects they stay so."""
+    sizes = list(islice(sizes_of(PART_BYTES), PARTS))
+    assert sum(sizes) >= 5 * 2**40 and max(sizes) <= 5 * 2**30
+    assert set(sizes[: PARTS // 2]) == {PART_BYTES} and sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("one_by_one", [True, False], ids=["pieces", "whole"])
+def test_an_object_of_more_parts_than_are_allowed_goes_up_in_larger_ones(
+    large: S3, monkeypatch: pytest.MonkeyPatch, one_by_one: bool
+) -> None:
+    monkeypatch.setattr("storage.objects.s3.PARTS", 4)
+    data = random.Random(2).randbytes(6 * MIB5 + 3)
+    pieces = (data[first : first + MIB5] for first in range(0, len(data), MIB5))
+    large.put_if_absent("a", pieces if one_by_one else data)
+    assert large.size("a") == len(data) and large.get("a") == data and uploads(large) == []
+    monkeypatch.setattr("storage.objects.s3.sizes_of", repeat)
+    with pytest.raises(Unavailable, match="more bytes than 4 parts can hold"):
+        large.put_if_absent("b", data)  # the control
+    assert large.list() == ["a"] and uploads(large) == []
 
 
 def test_memory_is_bounded_by_the_parts_on_their_way(unruly: Unruly, moto_bucket: S3) -> None:

@@ -24,7 +24,7 @@ from elastic.runs.forks import Reference
 from elastic.runs.owed import Debt
 from elastic.runs.resume import best_of
 from elastic.runs.run import Run
-from storage.checkpoints import Listed
+from storage.checkpoints import Known, Listed
 from storage.errors import Exists, StorageError
 
 MOST = 32
@@ -98,13 +98,15 @@ class Look:
     verdict: Verdict
 
 
-def look(run: Run, keep: Keep, asked: Retain | None = None, now: float | None = None) -> Look:
+def look(run: Run, keep: Keep, asked: Retain | None = None, now: float | None = None, known: Known | None = None) -> Look:
     """Looks at the checkpoints of a run by the rules of ``keep`` and by what the run has recorded that is owed for them.
+
+    With what is ``known`` from the last look, it reads only those that have changed.
 
     ``asked`` is what its coordinator knows, by default what a coordinator would know that begins now.  ``now`` is the wall-clock time, by
     default this machine's.
     """
-    listed = run.checkpoints.versions()
+    listed = run.checkpoints.versions() if known is None else run.checkpoints.changed(known)
     if asked is None:  # it counts on the newest checkpoint only, and takes the best from what is stored where no journal tells it
         asked, found = saves.retained(run.standing(0, 0.0)), best_of(run) if keep.best else None
         asked = replace(asked, saved=asked.saved[-1:], best=found and found.version)
@@ -122,13 +124,14 @@ def state_of(listed: Listed, newest: Version | None) -> str:
     return "newest complete" if listed.version == newest else "complete"
 
 
-def collect(run: Run, keep: Keep, asked: Retain | None, claim: int, now: float | None = None) -> Verdict:
+def collect(run: Run, keep: Keep, asked: Retain | None, claim: int, now: float | None = None, known: Known | None = None) -> Verdict:
     """Performs a round for the owner whose claim is ``claim``.  Returns what it keeps, has removed (``marked``) and has marked (``due``).
 
     Raises :class:`Exists` for another claim.
-    ``asked`` and ``now`` are as :func:`look` has them.
+    ``asked``, ``now`` and ``known`` are as :func:`look` has them.
     """
-    found, at_once = look(run, keep, asked, now).verdict, asked is not None and asked.at_once
+    at_once = asked is not None and asked.at_once
+    found = look(run, keep, asked, now, None if at_once else known).verdict
     most = None if at_once else MOST
     gone = remove(run, found.marked[:most], claim)
     marked = mark(run, found.due[:most], "no rule keeps it", claim)
@@ -193,6 +196,7 @@ class Retention:
         self.run, self.claim, self.tell = run, claim, tell
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._waiting = 0
+        self._known: Known = {}
         self._failed = False
         """True if the last round failed: that is said once."""
 
@@ -214,7 +218,7 @@ class Retention:
         The next one goes on with what it has left.
         """
         try:
-            found = collect(self.run, self.run.job.keep(), asked, self.claim)
+            found = collect(self.run, self.run.job.keep(), asked, self.claim, known=self._known)
         except Exists:
             return False  # another coordinator acts for the run, and deletes
         except (StorageError, OSError) as error:

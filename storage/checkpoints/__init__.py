@@ -1,6 +1,6 @@
 """Checkpoints of a run: shard files of slices, an index of the slices, and a manifest that is written last."""
 
-from storage.checkpoints.checkpoints import Checkpoints, Listed, Part, ShardReceipt
+from storage.checkpoints.checkpoints import Checkpoints, Known, Listed, Part, ShardReceipt
 from storage.checkpoints.export import EXPORTED
 from storage.checkpoints.manifest import DAMAGED, INDEX, MANIFEST, Manifest, Stored
 from storage.checkpoints.reader import Reader, Verified
@@ -11,6 +11,7 @@ __all__ = [
     "INDEX",
     "MANIFEST",
     "Checkpoints",
+    "Known",
     "Listed",
     "Manifest",
     "Part",

@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -100,6 +100,10 @@ class Listed(NamedTuple):
     def good(self) -> bool:
         """True if nothing is known against the checkpoint; its slices were not read."""
         return self.manifest is not None and not self.damaged and not self.deleted
+
+
+Known = dict[Version, tuple[frozenset[str], Listed]]
+"""Maps each checkpoint to the names of its manifest and notes that were there, and to what was read of them."""
 
 
 class Checkpoints:
@@ -202,6 +206,26 @@ class Checkpoints:
     def versions(self) -> list[Listed]:
         """Returns every checkpoint that was ever begun, oldest first.  Raises :class:`BadFormat` if a newer release wrote one of them."""
         return self._listed(self.steps())
+
+    def changed(self, known: Known) -> list[Listed]:
+        """Returns what :meth:`versions` does, without the names of files, by two listings.
+
+        It reads only the checkpoints whose manifest or notes have come or gone since the last call with ``known``, where it keeps what it
+        has read.  Of a step that has objects, it sees no generation that has none.
+        """
+        folder, there = f"{self.run}/steps/", dict[Version, set[str]]()
+        for key in self.store.list(folder):
+            if found := re.fullmatch(r"(\d+)/g(\d+)/(.+)", key.removeprefix(folder)):
+                there.setdefault(Version(int(found[1]), int(found[2])), set()).update({found[3]} & {MANIFEST, DAMAGED, DELETED})
+        for gone in known.keys() - there.keys():
+            del known[gone]
+        new = [version for version, names in there.items() if version not in known or known[version][0] != names]
+        for each in self._at_once(self._look, new):
+            manifest = each.manifest and replace(each.manifest, files=())
+            known[each.version] = frozenset(there[each.version]), each._replace(manifest=manifest)
+        seen = {version.step for version in there} - {version.step for version in self.inherited}
+        others = [each for each in self._listed([step for step in self.steps() if step not in seen]) if each.version not in known]
+        return sorted([*(listed for _, listed in known.values()), *others], key=lambda each: each.version)
 
     def recent(self, enough: Callable[[Sequence[Listed]], bool]) -> list[Listed]:
         """Returns the checkpoints of the newest steps, oldest first: those of :data:`RECENT` steps, and more until they are ``enough``.

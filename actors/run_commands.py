@@ -68,7 +68,7 @@ class Absent:
         why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""
         known = run.standing(0, 0.0)
         newest = max(known.history.saved, default="none")
-        rest = (skipped.sentence(run, known.skips), over_fits(run), owed.sentence(owed.debts(run)))
+        rest = (run.passed_over(known), skipped.sentence(run, known.skips), over_fits(run), owed.sentence(owed.debts(run)))
         more = "".join(f"; {told}" for told in rest if told)
         return cls(f"{job.name} {stands}; newest good checkpoint: {newest}{how}{why}{more}", over, end)
 

@@ -173,11 +173,12 @@ def _best(run: Run) -> Version:
     name, found = run.job.name, best_of(run)
     if found is None:
         raise JobError(f"{name}@best: {name} has no validation with a number; name a step, or set validation.every in its job")
-    if not (later := [version for version in saved(run) if version >= found.version]):
+    later = (version for version in saved(run) if version >= found.version and not run.checkpoints.damage(version))
+    if (first := next(later, None)) is None:
         raise JobError(
             f"{name}@best: the best validation was after step {found.version.step}, and there is no checkpoint of it or after it"
         )
-    return min(later)
+    return first
 
 
 def _fork(job: Job, name: str, which: str) -> Start:

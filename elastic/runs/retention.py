@@ -106,10 +106,11 @@ def look(run: Run, keep: Keep, asked: Retain | None = None, now: float | None = 
     ``asked`` is what its coordinator knows, by default what a coordinator would know that begins now.  ``now`` is the wall-clock time, by
     default this machine's.
     """
-    listed = run.checkpoints.versions() if known is None else run.checkpoints.changed(known)
     if asked is None:  # it counts on the newest checkpoint only, and takes the best from what is stored where no journal tells it
         asked, found = saves.retained(run.standing(0, 0.0)), best_of(run) if keep.best else None
         asked = replace(asked, saved=asked.saved[-1:], best=found and found.version)
+    # After the newest was looked for: damage that was found then is known here.
+    listed = run.checkpoints.versions() if known is None else run.checkpoints.changed(known)
     debts = owed.debts(run, asked.lineage)
     verdict = judge(run, keep, asked, listed, time.time() if now is None else now, owed.needed(debts))
     return Look(listed, max(asked.saved, default=None), debts, verdict)

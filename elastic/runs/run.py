@@ -256,7 +256,8 @@ class Run:
         """Returns the run's state as the bucket knows it: ``Waiting``, with the good checkpoints of the newest lineage.
 
         Of the checkpoints, only the newest, the last one that the journal knows, and those of ``step`` are looked at.  The newest manifest
-        says which generation committed which steps; checkpoints that are not on that lineage were abandoned.  If the journal in the bucket
+        says which generation committed which steps; checkpoints that are not on that lineage were abandoned.  The newest one of those that
+        are left, and that of ``step``, have a good index, too.  If the journal in the bucket
         does not reach the end of the run, it may lack the newest generations; so it may if a process of another machine may still train the
         run with --local, which writes no journal.  So an ``incarnation`` that begins anew skips numbers; 0 stands for a reader, which
         skips none.
@@ -267,7 +268,25 @@ class Run:
         """Returns :meth:`standing` for a start, and the sentence that says where it goes on; "" if the run never ran before."""
         last = self.last_recorded()
         state = self._standing(last, incarnation, now)
-        return state, f"{self.job.name} ran before: it {_goes_on(state, last)}" if last is not None else ""
+        before = f"{self.job.name} ran before: it {_goes_on(state, last)}" if last is not None else ""
+        return state, "; ".join(filter(None, (self.passed_over(state, put_away=True), before)))
+
+    def passed_over(self, state: RunState, *, put_away: bool = False) -> str:
+        """Returns the sentence about the damaged checkpoints in whose place an older one counts at ``state``; "" if there are none.
+
+        With ``put_away`` they are quarantined, so that nobody opens them again.
+        """
+        newest = max(state.history.saved, default=None)
+        least = (newest.generation, newest.step) if newest is not None else (0, 0)
+        branched = branches.every(self.store, self.job.name)
+        there = self.checkpoints.recent(lambda recent: any(each.good for each in recent))
+        found = [each for each in there if each.damaged and not each.deleted and not branches.abandoned(branched, each.version)]
+        found = [each for each in found if (each.version.generation, each.version.step) > least]
+        for each in found if put_away else ():
+            self.checkpoints.quarantine(each.version, each.damaged)
+        before = f"the one of {newest} takes its place" if newest is not None else "there is none before it"
+        told = ", ".join(f"the checkpoint of {each.version} is damaged ({each.damaged})" for each in found)
+        return f"{told}: {before}" if told else ""
 
     def _standing(self, last: RunState | None, incarnation: int, now: float, step: int | None = None) -> RunState:
         generation, next_worker = (last.next_generation - 1, last.members.next_worker) if last is not None else (0, 1)
@@ -289,10 +308,14 @@ class Run:
             there = [each for each in (*known, *recent) if not branches.abandoned(branched, each.version)]
             whole = [(each.version, each.manifest) for each in there if each.manifest is not None]
             if not whole:
-                return RunState.begin(incarnation, now, generation=after(0), next_worker=next_worker)
-            newest, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
-            good = {each.version for each in there if each.good}
-            begun = RunState.begin(incarnation, now, tuple(good), manifest.lineage, after(newest.generation), next_worker)
+                return RunState.begin(incarnation, now, generation=after(used), next_worker=next_worker)
+            _, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
+            used = max((each.version.generation for each in there if each.manifest is not None or each.damaged), default=0)
+            good = sorted({each.version for each in there if each.good and contains(manifest.lineage, each.version)})
+            good = [each for each in good if each.step != step or not self.checkpoints.damage(each)]
+            while good and self.checkpoints.damage(good[-1]):
+                good.pop()
+            begun = RunState.begin(incarnation, now, tuple(good), manifest.lineage, after(used), next_worker)
             if not self.job.keep().younger_s:
                 return begun
             times = {version: each.written_at for version, each in whole if version in good and each.written_at is not None}
@@ -409,7 +432,8 @@ class Run:
         if not found:
             have = ", ".join(str(version.step) for version in saved) or "none"
             at = "" if step is None else f" at step {step}"
-            raise JobError(f"no good checkpoint{at} in {self.store.url}/{self.job.name}; there are: {have}")
+            why = "".join(f"; {each.damaged}" for each in (self.checkpoints.at(step) if step is not None else ()) if each.damaged)
+            raise JobError(f"no good checkpoint{at} in {self.store.url}/{self.job.name}; there are: {have}{why}")
         return max(found)
 
     def commit(self, version: Version, receipts: Sequence[ShardReceipt], lineage: Lineage, layout: Layout, now: float | None = None) -> str:

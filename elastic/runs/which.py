@@ -33,7 +33,7 @@ def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
     if which is None:
         return run.version_at(None)
     step, generation = parsed(which, setting)
-    good = [each.version for each in run.checkpoints.at(step) if each.good]
+    good = [each.version for each in run.checkpoints.at(step) if each.good and not run.checkpoints.damage(each.version)]
     if generation is not None and Version(step, generation) in good:
         return Version(step, generation)
     try:

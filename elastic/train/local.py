@@ -101,6 +101,8 @@ def _train(run: Run, incarnation: int, device: torch.device, show: Callable[[Lin
         if job.offloads:
             tensors = tensors_of(build_model(job, session.builder), session.rule)
             session.snapshots = make_snapshots(job, tensors, device, session.counters, session.faults)
+        if said := run.passed_over(start, put_away=True):
+            show(Sentence(time.time(), said))
         if not start.history.saved and (said := compare_with_torch(session, device)):
             show(Sentence(time.time(), said))
         data.bind(run, session.loader.dataset.fingerprint(), len(session.loader.dataset))

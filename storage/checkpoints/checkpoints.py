@@ -111,6 +111,8 @@ class Checkpoints:
 
     def __init__(self, store: ObjectStore, run: str, inherited: Mapping[Version, str] = MappingProxyType({})) -> None:
         self.store, self.run, self.inherited = store, run, inherited
+        self._opened: dict[Version, str] = {}
+        """The answers of :meth:`damage` so far."""
 
     def holder(self, version: Version) -> str:
         """Returns the run in whose folder the checkpoint is."""
@@ -264,6 +266,16 @@ class Checkpoints:
             raise Damaged(error.object, "a manifest", "none: the checkpoint was never complete, or its manifest was deleted") from None
         return Reader(self.store, self.folder(version), manifest)
 
+    def damage(self, version: Version) -> str:
+        """Returns what is damaged of the manifest and the index, "" if nothing is.  It reads them once; listings know the answer then."""
+        if version not in self._opened:
+            try:
+                self.open(version)
+                self._opened[version] = ""
+            except Damaged as error:
+                self._opened[version] = str(error)
+        return self._opened[version]
+
     def verify(self, version: Version) -> Verified:
         """Reads everything and compares every size and digest."""
         try:
@@ -368,7 +380,7 @@ class Checkpoints:
         return self._at_once(self._look, [Version(step, generation) for step, generations in found for generation in generations])
 
     def _look(self, version: Version) -> Listed:
-        damaged = self._quarantined(version)
+        damaged = self._quarantined(version) or self._opened.get(version, "")
         # whoever inherits it has made sure that it stays, whatever mark came later
         deleted = version not in self.inherited and self.store.exists(f"{self.folder(version)}/{DELETED}")
         try:

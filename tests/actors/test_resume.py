@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,6 +125,58 @@ def test_without_damage_it_goes_on_from_the_newest(damaged: tuple[Job, Version],
     assert "damaged" not in told(lines)
     assert next(line.step for line in lines if isinstance(line, StepLine)) == STOP + 1
     assert exported_hash(job) == undisturbed_hash
+
+
+def cut(raw: bytes) -> bytes:
+    return raw[: len(raw) // 2]
+
+
+def turned(raw: bytes) -> bytes:
+    return raw[:40] + bytes([raw[40] ^ 1]) + raw[41:]
+
+
+HARMS: dict[str, Callable[[bytes], bytes]] = {"cut": cut, "turned": turned, "empty": lambda raw: b"", "other": lambda raw: b"[]"}
+
+
+def test_a_small_file_of_the_newest_checkpoint_is_damaged(
+    damaged: tuple[Job, Version], capsys: pytest.CaptureFixture[str], tmp_path: Path, undisturbed_hash: str
+) -> None:
+    """Every command counts on the checkpoint before it, and says so, `train` too; also `--resume` of an older one."""
+    job, version = damaged
+    turn_a_byte(job, version)  # back
+    folder = Path(job.bucket) / Run.open(job).checkpoints.folder(version)
+    (file := tmp_path / "job.toml").write_text(to_toml(job))
+
+    def said(*words: str) -> str:
+        code = main([*words[:-1], str(file), *words[-1].split()])
+        return f"{code}: {' '.join(''.join(capsys.readouterr()).split())}"
+
+    whole = said("status", "--once")
+    assert whole.startswith("0: ") and "is damaged (" not in whole, "the control"
+    for name, harm in itertools.product(("index.jsonl", "MANIFEST.json"), HARMS.values()):
+        raw = (folder / name).read_bytes()
+        (folder / name).write_bytes(harm(raw))
+        assert f"the checkpoint of {version} is damaged ({folder / name} is damaged" in said("status", "--once")
+        assert "5 │ 1 │" in (listed := said("checkpoint", "ls", "")) and listed.count(" damaged ") == 1 and "newest complete" in listed
+        assert said("checkpoint", "verify", "").startswith("0: checkpoint of step 4")
+        assert said("checkpoint", "verify", "--step 5").startswith(f"1: elastic: no good checkpoint at step 5 in {folder.parents[2]}; ")
+        (folder / name).write_bytes(raw)
+    assert said("status", "--once") == whole, "nobody has put it away who only looks"
+    (folder / "index.jsonl").write_bytes(b"")
+    shutil.copytree(job.bucket, tmp_path / "copy")
+    again = said("train", "--local")
+    assert again.startswith("0: ") and f"the checkpoint of {version} is damaged ({folder / 'index.jsonl'}" in again
+    assert "the one of step 4 of generation 1 takes its place" in again and "from step 4 of generation 1 (bucket)" in again
+    assert "index.jsonl is damaged" in json.loads((folder / "DAMAGED.json").read_text())["reason"]
+    assert exported_hash(job) == undisturbed_hash
+    shutil.rmtree(job.bucket)
+    shutil.copytree(tmp_path / "copy", job.bucket)
+    assert "from step 2 of generation 1 (bucket)" in (older := said("train", "--local --resume 2")) and older.startswith("0: ")
+    assert exported_hash(job) == undisturbed_hash
+    shutil.rmtree(job.bucket)
+    shutil.copytree(tmp_path / "copy", job.bucket)
+    fork = said("train", f"--local --name other --resume {job.name}@latest")
+    assert fork.startswith("0: ") and "other goes on from step 4" in fork
 
 
 def test_r23_a_run_that_was_restarted_in_vain_is_not_started_once_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

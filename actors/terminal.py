@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from elastic.errors import ElasticError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.report.progress import Progress, spell
 from elastic.report.speed import LEAST_MFU
 from elastic.report.story import Ending, Line, StepLine
+from storage.errors import StorageError
 
 if TYPE_CHECKING:
     from actors.launch import Result
@@ -268,5 +270,15 @@ def show_result(result: Result, job: Job, line: str) -> int:
     if result.state not in colours:
         say(f"the same command attaches to it again, `elastic stop {line}` stops it")
     elif result.exit_code in (2, 3):
-        say(f"`elastic train {line}` goes on from the newest good checkpoint")
+        say(f"`elastic train {line}` {_again(result)}")
     return result.exit_code
+
+
+def _again(result: Result) -> str:
+    """Returns what the same command does when it is given again."""
+    from elastic.runs.run import Run
+
+    with contextlib.suppress(StorageError, ElasticError, OSError):  # if the bucket does not answer, nobody knows
+        if Run.find(Job(name=result.name, bucket=result.bucket)).newest() is None:
+            return "begins again at step 0: no checkpoint was completed"
+    return "goes on from the newest good checkpoint"

@@ -14,6 +14,7 @@ from typing import Any
 from blake3 import blake3
 
 from storage.errors import BadFormat, Damaged
+from storage.objects.port import is_key
 
 DIGEST = "blake3"
 
@@ -25,6 +26,14 @@ class File:
     name: str
     size: int
     blake3: str
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> File:
+        """Returns the file that a document lists.  Raises :class:`ValueError` if it would lie outside of the folder, and others."""
+        found = cls(**value)
+        if not is_key(found.name) or not isinstance(found.blake3, str) or found.size < 0:
+            raise ValueError(f"{value} is no file of a folder")
+        return found
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
@@ -46,13 +55,13 @@ def unseal(raw: bytes, object: str, newest_known: int) -> dict[str, Any]:
         content = json.loads(raw)
         found = content.pop(DIGEST)
         intact = seal(content) == raw
+        format = int(content["format"]) if intact else 0
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise Damaged(object, "a sealed JSON document", f"{len(raw)} bytes that are not one") from None
     if not intact:
         raise Damaged(object, f"content with blake3 {found}", digest_of(_text(content)))
-    if not 1 <= content["format"] <= newest_known:
-        found = content["format"]
-        raise BadFormat(f"{object} has format {found}, but this release reads formats up to {newest_known}: install a newer release")
+    if not 1 <= format <= newest_known:
+        raise BadFormat(f"{object} has format {format}, but this release reads formats up to {newest_known}: install a newer release")
     return dict(content)
 
 

@@ -129,11 +129,12 @@ class Index:
             files = [File(*each) for each in head["files"]]
             groups = []
             for line in lines:
-                shape = tuple(line["shape"])
+                shape = tuple(map(int, line["shape"]))
                 tensors = tuple(Tensor(name, kind, dtype, shape) for name, kind, dtype in line["tensors"])
-                boxes = tuple((files[number].name, (tuple(start), tuple(stop))) for number, start, stop in line["boxes"])
+                corners = ((number, tuple(map(int, start)), tuple(map(int, stop))) for number, start, stop in line["boxes"])
+                boxes = tuple((files[number].name, (start, stop)) for number, start, stop in corners)
                 groups.append(Group(tensors, boxes))
-        except (ValueError, KeyError, TypeError, IndexError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise Damaged(object, "an index of slices", f"{len(raw)} bytes that are not one") from None
         return cls(tuple(groups), {file.name: file for file in files})
 

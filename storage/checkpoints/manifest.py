@@ -85,8 +85,13 @@ class Manifest:
     def from_bytes(cls, raw: bytes, object: str, version: Version) -> Manifest:
         """Returns the manifest in ``raw``.  Raises :class:`BadFormat`, or :class:`Damaged`, also if it belongs to another version."""
         content = unseal(raw, object, FORMAT)
-        found = Version(content["step"], content["generation"])
+        try:
+            found = Version(int(content["step"]), int(content["generation"]))
+            files, about = tuple(map(File.of, content["files"])), {key: content[key] for key in sorted(content.keys() & ABOUT)}
+            manifest = cls(found, files, about, digest_of(raw))
+            _ = manifest.index, manifest.lineage, manifest.layout, sum((*manifest.layout.values(), manifest.written_at or 0.0))
+        except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+            raise Damaged(object, "a manifest", f"{len(raw)} bytes that say something else") from None
         if found != version:
             raise Damaged(object, f"the manifest of {version}", f"that of {found}")
-        files = tuple(File(**file) for file in content["files"])
-        return cls(version, files, {key: content[key] for key in sorted(content.keys() & ABOUT)}, digest_of(raw))
+        return manifest

@@ -48,6 +48,9 @@ class Reader:
         """The rows of each file, in order of their bytes, if the checkpoint has format 1."""
         self._is_old = manifest.index.name.endswith(OLD_INDEX)
         self.index = self._index()
+        named = {*self.index.headers, *(file for group in self.index.groups for file, _ in group.boxes)}
+        for file in sorted(named - self._sizes.keys()):
+            raise Damaged(self.name_of(file), "a file that the manifest lists", "one that it does not")
 
     def _index(self) -> Index:
         file = self.manifest.index
@@ -237,9 +240,6 @@ class Verified:
 def verify(reader: Reader) -> Verified:
     """Reads every file once, in order, and compares manifest, index, headers and bytes with each other."""
     problems: list[StorageError] = []
-    listed = {file.name for file in reader.manifest.files}
-    named = {*reader.index.headers, *(file for group in reader.index.groups for file, _ in group.boxes)}
-    problems += [Damaged(reader.name_of(file), "a file that the manifest lists", "one that it does not") for file in sorted(named - listed)]
     try:
         reader.index.check()
     except Incomplete as error:

@@ -103,9 +103,9 @@ class Description:
                 readable = " and ".join(map(str, READABLE))
                 raise BadFormat(f"{name} has format {number}, but this release reads {readable}: install a newer release")
             dtype = value.pop("dtype", "uint16")
-            value["files"] = tuple(File(**file) for file in value["files"])
+            value["files"] = tuple(map(File.of, value["files"]))
             for each in ("index", "blocks", "definition"):
-                value[each] = File(**value[each]) if value.get(each) is not None else None
+                value[each] = File.of(value[each]) if value.get(each) is not None else None
             found = cls(**value)
             found = replace(found, block_bytes=found.block_bytes or max(file.size for file in found.files))
             if dtype != found.dtype.name or found.block_bytes % found.dtype.itemsize:

@@ -119,8 +119,7 @@ class ObjectStore(ABC):
 
     def _path(self, key: str) -> str:
         """Returns ``root``/key.  Raises :class:`ValueError` if ``key`` is not a key."""
-        parts = key.split("/")
-        if not all(parts) or "." in parts or ".." in parts or parts[-1].startswith(PARTIAL):
+        if not is_key(key):
             raise ValueError(f"{key!r} is not a valid key: it must be a relative path without '.', '..', empty parts and {PARTIAL}…")
         return f"{self.root}/{key}"
 
@@ -133,4 +132,10 @@ def below(folder: str, keys: Iterable[str]) -> list[str]:
 
 def pieces_of(data: Data) -> Iterable[Piece]:
     """Returns ``data`` as its pieces."""
+def is_key(key: str) -> bool:
+    """Returns whether ``key`` names an object: a relative path that stays where it begins."""
+    parts = key.split("/")
+    return all(parts) and not {".", ".."}.intersection(parts) and not parts[-1].startswith(PARTIAL) and "\0" not in key
+
+
     return (data,) if isinstance(data, bytes | bytearray | memoryview) else data

@@ -24,6 +24,7 @@ NAMES = ("elastic.ids", "elastic.errors", "elastic.imports", "elastic.threads", 
 
 IMPORTS = {
     "storage": Row(("storage.errors",), ("blake3",)),
+    "storage.documents": Row(("storage.errors", "storage.objects.port"), ("blake3",)),
     "storage.numbered": Row(("storage.documents", "storage.errors", "storage.objects")),
     "storage.slices": Row(),
     "storage.objects": Row(("storage.objects.*", "storage.background", "storage.errors")),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from storage.checkpoints import Checkpoints
+from storage.documents import digest_of, seal, unseal
 from storage.errors import Damaged
 from storage.objects import ObjectStore
 from storage.slices import Version
@@ -119,3 +123,58 @@ def test_a_damaged_manifest_is_never_latest(checkpoints: Checkpoints) -> None:
 def test_a_quarantine_note_counts_even_when_it_is_damaged(checkpoints: Checkpoints) -> None:
     checkpoints.store.put(f"{checkpoints.folder(V)}/DAMAGED.json", b"")
     assert checkpoints.latest_good() == Version(2, 1)
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda known: [known],
+    "without a format": lambda known: {**known, "format": None},
+    "without a step": lambda known: {key: each for key, each in known.items() if key != "step"},
+    "a step in words": lambda known: {**known, "step": "three"},
+    "no files": lambda known: {**known, "files": []},
+    "files by name": lambda known: {**known, "files": [file["name"] for file in known["files"]]},
+    "a size in words": lambda known: {**known, "files": [{**file, "size": "many"} for file in known["files"]]},
+    "a layout in words": lambda known: {**known, "layout": "2x1"},
+    "a line of numbers": lambda known: {**known, "lineage": [1, 2]},
+    "a time in words": lambda known: {**known, "written_at": "today"},
+    **{
+        f"a file {name!r}": lambda known, name=name: {**known, "files": [{**known["files"][0], "name": name}, *known["files"][1:]]}
+        for name in ("../g2/shard.safetensors", "/etc/passwd", "a/../../b", ".", "", "a//b", "a\0b", ".partial-x", None, 7)
+    },
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_manifest_of_a_wrong_shape_is_damaged_although_its_digest_is_right(checkpoints: Checkpoints, what: str) -> None:
+    key = f"{checkpoints.folder(V)}/MANIFEST.json"
+    known, wrong = unseal(checkpoints.store.get(key), key, 2), WRONG[what]
+    checkpoints.store.put(key, seal(known))
+    assert checkpoints.verify(V).good, "the control: the same content is no damage"
+    changed = wrong(known)
+    checkpoints.store.put(key, seal(changed) if isinstance(changed, dict) else json.dumps(changed).encode())
+    noticed(checkpoints, "MANIFEST.json")
+    assert checkpoints.latest_good() == Version(2, 1) and "MANIFEST.json is damaged" in checkpoints.versions()[-1].damaged
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["[]"],
+        ['{"files": 3}'],
+        ['{"files": [["../x.safetensors", 8, "00"]]}'],
+        ["HEAD", "[]"],
+        ["HEAD", '{"shape": "ab", "tensors": [["w", "parameter", "F32"]], "boxes": [[0, [0], [4]]]}'],
+        ["HEAD", '{"shape": [4], "tensors": [["w", "parameter", "F32"]], "boxes": [[9, [0], [4]]]}'],
+        ["HEAD", '{"shape": [4], "tensors": [["w", "parameter", "F32"]], "boxes": [[0, "a", [4]]]}'],
+    ],
+)
+def test_an_index_of_a_wrong_shape_is_damaged_although_its_digest_is_right(checkpoints: Checkpoints, lines: list[str]) -> None:
+    folder = checkpoints.folder(V)
+    head = checkpoints.store.get(f"{folder}/index.jsonl").splitlines()[0].decode()
+    raw = "\n".join([head if line == "HEAD" else line for line in lines]).encode()
+    known = unseal(checkpoints.store.get(f"{folder}/MANIFEST.json"), "", 2)
+    (old,) = (file for file in known["files"] if file["name"] == "index.jsonl")
+    old |= {"size": len(raw), "blake3": digest_of(raw)}
+    checkpoints.store.put(f"{folder}/index.jsonl", raw)
+    checkpoints.store.put(f"{folder}/MANIFEST.json", seal(known))
+    noticed(checkpoints, ".safetensors" if "../x" in lines[0] else "index.jsonl")
+    assert "is damaged" in checkpoints.damage(V) and not checkpoints.damage(Version(2, 1))

@@ -264,7 +264,7 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
     has no such run, and :class:`PlatformGaveUp` if its coordinator does not answer.
     """
     run, said, prefix = run_of(job), False, f"{job.name}/logs/"
-    stored = run.store.list(prefix)
+    stored = [f"{prefix}{found[0]}" for found in run.store.matching(prefix, r".+[.]log")]
     for key in stored:
         if not workers or Path(key).stem in workers:
             print(run.store.get(key).decode(errors="replace"))

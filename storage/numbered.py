@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 from storage.documents import seal, unseal
 from storage.objects import ObjectStore
+
+NAME = r"(\d{6,})[.]json"
+"""Matches the name of a document, and its number."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Numbered:
 
     def numbers(self) -> list[int]:
         """Returns the numbers of those that are there."""
-        return [int(PurePosixPath(key).stem) for key in self.store.list(f"{self.folder}/")]
+        return [int(found[1]) for found in self.store.matching(f"{self.folder}/", NAME)]
 
     def newest(self) -> int:
         """Returns the number of the newest one, or 0."""

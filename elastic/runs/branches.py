@@ -21,6 +21,7 @@ from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import BEFORE, Job
 from elastic.plan.stretches import Stretch, Stretches, ended
+from storage.checkpoints import Checkpoints
 from storage.errors import Missing
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
@@ -70,8 +71,7 @@ def newest(store: ObjectStore, name: str) -> Branch | None:
 
 def lost(store: ObjectStore, name: str) -> bool:
     """Returns whether a run has checkpoints or branches, but the document of its first branch is gone."""
-    there = (f"{name}/steps", f"{name}/branches")
-    return not store.exists(f"{name}/job.json") and any(store.children(each) for each in there)
+    return not store.exists(f"{name}/job.json") and bool(Checkpoints(store, name).steps() or _documents(store, name).numbers())
 
 
 def check_lost(store: ObjectStore, name: str) -> None:

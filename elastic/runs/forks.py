@@ -21,11 +21,9 @@ died once its run was there makes sure of its reference when it goes on.  Names 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from elastic.config.values import checkpoint_of
@@ -34,7 +32,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from storage.checkpoints import Checkpoints, Listed
 from storage.documents import seal
-from storage.errors import Damaged, Exists, Missing
+from storage.errors import Exists, Missing
 from storage.objects import ObjectStore
 
 
@@ -65,7 +63,7 @@ class Origin:
         return f"{self.version} of {self.run}"
 
 
-_NAME = re.compile(r"(.+)-([0-9]+)-([0-9]+)[.]json")
+_NAME = r"([^/]+)-(\d+)-(\d+)[.]json"
 
 
 class Reference(NamedTuple):
@@ -75,11 +73,9 @@ class Reference(NamedTuple):
     version: Version
 
     @classmethod
-    def at(cls, key: str) -> Reference:
-        """Returns the reference whose object, or whose mark, is ``key``.  Raises :class:`Damaged` if its name is not that of one."""
-        if (found := _NAME.fullmatch(PurePosixPath(key).name)) is None:
-            raise Damaged(key, "a reference, <run>-<step>-<generation>.json", "another file")
-        return cls(found[1], Version(int(found[2]), int(found[3])))
+    def all(cls, store: ObjectStore, folder: str, pattern: str = _NAME) -> list[Reference]:
+        """Returns the references whose objects, or whose marks, are in ``folder``."""
+        return [cls(found[1], Version(int(found[2]), int(found[3]))) for found in store.matching(folder, pattern)]
 
     @property
     def name(self) -> str:
@@ -122,11 +118,11 @@ def references(store: ObjectStore, name: str) -> dict[Version, tuple[str, ...]]:
 
 
 def _kept(store: ObjectStore, name: str) -> list[Reference]:
-    return [Reference.at(key) for key in store.list(f"{name}/references/")]
+    return Reference.all(store, f"{name}/references/")
 
 
 def _marks(store: ObjectStore, name: str) -> list[Reference]:
-    return [Reference.at(key) for key in store.list(f"{name}/unused/")]
+    return Reference.all(store, f"{name}/unused/", f"(?:now/)?{_NAME}")
 
 
 def refer(store: ObjectStore, origin: Origin, name: str) -> Origin:
@@ -231,7 +227,7 @@ def unmark(store: ObjectStore, name: str) -> list[Reference]:
 
     What a collection has begun that died is undone.
     """
-    begun, idle = {Reference.at(key) for key in store.list(f"{name}/unused/now/")}, unused(store, name)
+    begun, idle = {*Reference.all(store, f"{name}/unused/now/")}, unused(store, name)
     for each in {*_marks(store, name)} - {*idle} | begun:
         _settle(store, name, each, needed=_needs(store, each, name))
     return idle

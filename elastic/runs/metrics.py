@@ -19,7 +19,6 @@ from contextlib import suppress
 from functools import partial
 from heapq import merge
 from itertools import islice
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from elastic.control import codec
@@ -60,15 +59,11 @@ class Place(NamedTuple):
     def name(self) -> str:
         return f"{self.step:012d}-{self.generation:06d}-{self.record:012d}.jsonl"
 
-    @classmethod
-    def of(cls, name: str) -> Place:
-        step, generation, record = map(int, name.partition(".")[0].split("-"))
-        return cls(step, generation, record)
-
 
 def places(store: ObjectStore, run: str) -> list[Place]:
     """Returns the files of a run, in order."""
-    return sorted(Place.of(PurePosixPath(key).name) for key in store.list(f"{run}/metrics/"))
+    found = store.matching(f"{run}/metrics/", r"(\d{12,})-(\d{6,})-(\d{12,})[.]jsonl")
+    return sorted(Place(*map(int, each.groups())) for each in found)
 
 
 def stored(store: ObjectStore, run: str, lineage: Lineage, after: int = 0) -> Iterator[Row]:

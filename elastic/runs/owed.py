@@ -218,8 +218,7 @@ def found(about: Mapping[str, Any]) -> Validated:
 
 def stands(run: Run, debt: Debt) -> tuple[bool, int]:
     """Returns whether it is done, and how many attempts have failed."""
-    keys = run.store.list(f"{_folder(run, debt)}/")
-    return any(key.endswith("done.json") for key in keys), sum("/failed/" in key for key in keys)
+    return run.store.exists(_done(run, debt)), len(_failures(run, debt).numbers())
 
 
 def untold(run: Run, kind: str, lineage: Lineage) -> list[Debt]:
@@ -304,11 +303,9 @@ def _noted(run: Run, kind: str, lineage: Lineage) -> tuple[set[Version], dict[Ve
 
 def _notes(run: Run, kind: str) -> dict[Version, set[str]]:
     """Returns the names of the documents of each debt of a kind."""
-    prefix, found = f"{run.job.name}/owed/{kind}/", dict[Version, set[str]]()
-    for key in run.store.list(prefix):
-        place, _, name = key.removeprefix(prefix).partition("/")
-        step, generation = map(int, place.split("-"))
-        found.setdefault(Version(step, generation), set()).add(name)
+    found = dict[Version, set[str]]()
+    for each in run.store.matching(f"{run.job.name}/owed/{kind}/", r"(\d+)-(\d+)/(\w+[.]json|failed/\d+[.]json)"):
+        found.setdefault(Version(int(each[1]), int(each[2])), set()).add(each[3])
     return found
 
 

@@ -9,7 +9,6 @@ finds the best of a hundred thousand steps, and reads no row.
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import PurePosixPath
 
 from elastic.ids import Version
 from elastic.report.best import Loss
@@ -17,6 +16,8 @@ from elastic.report.metrics import VALIDATION, Row, json_line
 from storage.errors import Exists
 from storage.objects import ObjectStore
 
+NAME = r"(?P<step>\d+)-(?P<generation>\d+)-(?P<mean>nan|-?inf|-?\d+([.]\d+)?(e[+-]?\d+)?)(_(?P<data>\d+))?[.]json"
+"""Matches the name of an object."""
 TOLD = ("step", "generation", "time", *VALIDATION)
 """Names of the numbers of a row that the object of its validation has, too."""
 
@@ -30,7 +31,11 @@ def store(bucket: ObjectStore, run: str, row: Row) -> None:
 
 def stored(bucket: ObjectStore, run: str) -> dict[Version, tuple[str, Loss]]:
     """Returns the object of each validation, and what its name says."""
-    return {version: (key, loss) for key in bucket.list(f"{run}/validations/") for version, loss in [_in(PurePosixPath(key).name)]}
+    folder, known = f"{run}/validations/", dict[Version, tuple[str, Loss]]()
+    for found in bucket.matching(folder, NAME):
+        version = Version(int(found["step"]), int(found["generation"]))
+        known[version] = f"{folder}{found[0]}", Loss(float(found["mean"]), int(found["data"] or 0))
+    return known
 
 
 def loss_in(row: Row) -> Loss:
@@ -43,9 +48,3 @@ def _name_of(row: Row) -> str:
     loss = loss_in(row)
     over = f"_{loss.data}" if loss.data else ""
     return f"{row['step']:012d}-{row['generation']:06d}-{float(loss.mean)!r}{over}.json"
-
-
-def _in(name: str) -> tuple[Version, Loss]:
-    step, generation, found = name.removesuffix(".json").split("-", 2)
-    mean, _, data = found.partition("_")
-    return Version(int(step), int(generation)), Loss(float(mean), int(data or 0))

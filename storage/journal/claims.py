@@ -6,11 +6,11 @@ Each coordinator claims the next incarnation, and so does each process that trai
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import PurePosixPath
 
 from storage.documents import seal, unseal
 from storage.errors import Exists, Missing
 from storage.journal.objects import Json
+from storage.numbered import NAME
 from storage.objects import ObjectStore
 
 
@@ -61,7 +61,7 @@ def latest_claim(store: ObjectStore, run: str) -> int:
 
 def incarnations(store: ObjectStore, run: str) -> list[int]:
     """Returns the incarnations that were claimed."""
-    return [int(PurePosixPath(key).stem) for key in store.list(f"{run}/owner/")]
+    return [int(found[1]) for found in store.matching(f"{run}/owner/", NAME)]
 
 
 def _claim(run: str, number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,8 @@ from storage.errors import Damaged
 from storage.journal.objects import PER_FOLDER, Json, Segment, first_of, key_of, object_at
 from storage.objects import ObjectStore
 
+NAME = r"\d+[.]jsonl([.]gz)?"
+"""Matches the name of an object."""
 READS = 8
 """Number of objects that are read at a time."""
 
@@ -19,7 +22,7 @@ def read(store: ObjectStore, run: str) -> list[Segment]:
 
     If the oldest objects are gone, it begins with the first snapshot that is there.
     """
-    return _segments(store, sorted(store.list(f"{run}/journal/"), key=first_of))
+    return _segments(store, _keys(store, run))
 
 
 def since(store: ObjectStore, run: str, first: int) -> list[Segment]:
@@ -32,13 +35,13 @@ def since(store: ObjectStore, run: str, first: int) -> list[Segment]:
     if newest is None or first_of(newest) < first:
         return []
     if first == 0:  # also those of earlier releases, and the first one that is there
-        return list(_objects(store, sorted(store.list(f"{run}/journal/"), key=first_of)))
+        return list(_objects(store, _keys(store, run)))
     return list(_objects(store, _between(store, run, first, first_of(newest) + 1)))
 
 
 def objects(store: ObjectStore, run: str) -> Iterator[Segment]:
     """Yields each object in the bucket, oldest first, as in :func:`since`, but holds only a few at a time and does not look for gaps."""
-    keys = sorted(store.list(f"{run}/journal/"), key=first_of)
+    keys = _keys(store, run)
     for place in range(0, len(keys), READS):
         yield from _objects(store, keys[place : place + READS])
 
@@ -97,9 +100,15 @@ def newest(store: ObjectStore, run: str) -> Segment | None:
     return Newest(store, run).segment()
 
 
+def _keys(store: ObjectStore, run: str) -> list[str]:
+    """Returns the keys of all objects, in order."""
+    folder = f"{run}/journal/"
+    return sorted((f"{folder}{found[0]}" for found in store.matching(folder, rf"(\d+/)*{NAME}")), key=first_of)
+
+
 def _last(store: ObjectStore, folder: str) -> str | None:
     """Returns the key of the newest object below ``folder``: it follows the last name of each folder, unless that is empty."""
-    names = store.children(folder)
+    names = [name for name in store.children(folder) if re.fullmatch(rf"\d+/|{NAME}", name)]
     for name in sorted(names, key=lambda name: (name.endswith("/"), name), reverse=True):
         found = _last(store, folder + name) if name.endswith("/") else folder + name
         if found is not None:
@@ -111,9 +120,9 @@ def _between(store: ObjectStore, run: str, first: int, end: int) -> list[str]:
     """Returns the keys of the objects whose first record has a number from ``first`` on and below ``end``, in order."""
     there = set[str]()
     for folder in sorted({key_of(run, number).rpartition("/")[0] for number in (*range(first, end, PER_FOLDER), end - 1)}):
-        there.update(f"{folder}/{name}" for name in store.children(f"{folder}/"))
+        there.update(f"{folder}/{name}" for name in store.children(f"{folder}/") if re.fullmatch(NAME, name))
     if not any(first_of(key) == first for key in there):  # an earlier release wrote it
-        there.update(f"{run}/journal/{name}" for name in store.children(f"{run}/journal/") if not name.endswith("/"))
+        there.update(f"{run}/journal/{name}" for name in store.children(f"{run}/journal/") if re.fullmatch(NAME, name))
     return sorted((key for key in there if first <= first_of(key) < end), key=first_of)
 
 

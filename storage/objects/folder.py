@@ -41,6 +41,8 @@ class Folder(ObjectStore):
 
     def put_if_absent(self, key: str, data: Data) -> None:
         path = self._path(key)
+        if os.path.isdir(path):
+            raise Unavailable(self.full_name(key), "a folder is in its place; remove it")
         if os.path.lexists(path):  # saves writing what would be refused; the link decides
             raise Exists(key, self.url)
         with self._written_aside(key, data) as aside, self._writing(key):

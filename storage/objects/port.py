@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import errno
 import pkgutil
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from storage.errors import Missing, Unavailable
 from storage.objects.urls import backend_of
@@ -95,6 +96,13 @@ class ObjectStore(ABC):
     def delete(self, key: str) -> None:
         """Removes the object; does nothing if there is none."""
 
+    def matching(self, folder: str, pattern: str) -> Sequence[re.Match[str]]:
+        """Returns the matches of ``pattern`` with the keys below ``folder``, without ``folder``, which ends with "/", in their order.
+
+        Keys that do not match are foreign and passed over: NFS, file managers and editors leave files of their own.
+        """
+        return [found for key in self.list(folder) if (found := re.fullmatch(pattern, key[len(folder) :]))]
+
     def exists(self, key: str) -> bool:
         """Returns whether there is such an object."""
         try:
@@ -124,6 +132,12 @@ class ObjectStore(ABC):
         return f"{self.root}/{key}"
 
 
+def is_key(key: str) -> bool:
+    """Returns whether ``key`` names an object: a relative path that stays where it begins."""
+    parts = key.split("/")
+    return all(parts) and not {".", ".."}.intersection(parts) and not parts[-1].startswith(PARTIAL) and "\0" not in key
+
+
 def below(folder: str, keys: Iterable[str]) -> list[str]:
     """Returns what :meth:`ObjectStore.children` returns of ``folder``, whose keys are all in ``keys``."""
     names = (key.removeprefix(folder).partition("/") for key in keys)
@@ -132,10 +146,4 @@ def below(folder: str, keys: Iterable[str]) -> list[str]:
 
 def pieces_of(data: Data) -> Iterable[Piece]:
     """Returns ``data`` as its pieces."""
-def is_key(key: str) -> bool:
-    """Returns whether ``key`` names an object: a relative path that stays where it begins."""
-    parts = key.split("/")
-    return all(parts) and not {".", ".."}.intersection(parts) and not parts[-1].startswith(PARTIAL) and "\0" not in key
-
-
     return (data,) if isinstance(data, bytes | bytearray | memoryview) else data

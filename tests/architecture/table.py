@@ -35,7 +35,7 @@ IMPORTS = {
     "storage.checkpoints": Row(
         ("storage.checkpoints.*", "storage.objects.*", "storage.slices", *DOCUMENTS), ("blake3", "numpy", "pyarrow")
     ),
-    "storage.journal": Row(("storage.journal.*", "storage.objects.*", *DOCUMENTS)),
+    "storage.journal": Row(("storage.journal.*", "storage.objects.*", "storage.numbered", *DOCUMENTS)),
     "storage.datasets": Row(("storage.datasets.*", "storage.objects.*", *DOCUMENTS), ("blake3", "numpy", "pyarrow")),
     "elastic.ids": Row(("storage.slices",)),
     "elastic.errors": Row(),

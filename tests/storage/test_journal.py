@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import Damaged, Deposed, Unavailable
-from storage.journal import CONTINUATIONS, RECORDS, SEGMENT_RECORDS, Journal, newest, parse, read, records, replicas
+from storage.journal import CONTINUATIONS, RECORDS, SEGMENT_RECORDS, Journal, newest, parse, read, records, replicas, since
 from storage.journal.objects import key_of, packed, unpacked
 from storage.objects import Data, ObjectStore
 from tests.support.full_disk import full_disk
@@ -460,3 +460,14 @@ def test_who_is_deposed_learns_it_when_it_ships(store: Moody, start: Callable[..
     assert first.ship(PATIENCE_S)
     with pytest.raises(Deposed):
         second.ship(PATIENCE_S)
+
+
+def test_files_of_others_are_no_objects_of_a_journal(store: Moody, start: Callable[..., Journal]) -> None:
+    journal = start()
+    write(journal, SEGMENT_RECORDS + 3)
+    journal.close()
+    before = read(store, "run"), newest(store, "run"), since(store, "run", 256)
+    for folder in ("", "000/", "000/000/", "000/000/000/", "lost+found/"):
+        for name in (".nfs01", "Thumbs.db", "x.tmp", "zz.jsonl", ".ipynb_checkpoints/000000000000.jsonl"):
+            store.put(f"run/journal/{folder}{name}", b"of somebody else")
+    assert (read(store, "run"), newest(store, "run"), since(store, "run", 256)) == before

@@ -63,9 +63,12 @@ class Folder(ObjectStore):
         return found.st_size
 
     def children(self, folder: str = "") -> list[str]:
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{self.root}/{folder}") as found:
-            return sorted(f"{each.name}/" if each.is_dir() else each.name for each in found if not each.name.startswith(PARTIAL))
-        return []
+        try:
+            with os.scandir(f"{self.root}/{folder}") as found:
+                return sorted(f"{each.name}/" if each.is_dir() else each.name for each in found if not each.name.startswith(PARTIAL))
+        except OSError as error:
+            self._cannot_list(error)
+            return []
 
     def list(self, prefix: str = "") -> list[str]:
         found = []

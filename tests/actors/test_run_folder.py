@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors.cli import main
+from elastic.errors import ElasticError
 from elastic.job import Job
 from elastic.runs.run import Run
 from tests.support.job_file import to_toml
@@ -70,7 +71,7 @@ def commands(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_files_of_others_change_nothing(commands: Commands, tmp_path: Path) -> None:
     before = {line: commands.give(line) for line in READERS}
-    assert all(code == 0 for code, _ in before.values()) is False and before["status --once"][0] == 0, before
+    assert [line for line, (code, _) in before.items() if code] == ["logs", "replay"], "there are none with --local"
     for folder in [path for path in (tmp_path / "bucket").rglob("*") if path.is_dir()]:
         for name in STRAY:
             (folder / name).parent.mkdir(exist_ok=True)
@@ -87,4 +88,16 @@ def test_a_folder_in_the_place_of_a_document_is_named(commands: Commands) -> Non
     code, said = commands.train()
     assert code == 2 and "small/owner/000003.json" in said and "a folder is in its place; remove it" in said
     (commands.run / "owner" / "000003.json").rmdir()
+    assert commands.train()[0] == 0, "the control"
+
+
+@pytest.mark.parametrize("part", ["steps", "owner", "code", "steps/000000000006"])
+def test_a_folder_that_cannot_be_listed_is_a_fault_of_the_store(commands: Commands, part: str) -> None:
+    """A link to itself cannot be listed, by whoever asks.  The same command goes on once it can."""
+    (commands.run / part).rename(commands.folder / "away")
+    (commands.run / part).symlink_to(commands.run / part)
+    for code, said in (commands.train(), *([commands.give("status --once"), commands.give("checkpoint ls")] if "steps" in part else [])):
+        assert code == ElasticError.exit_code == 2 and "Too many levels of symbolic links" in said and "Traceback" not in said, said
+    (commands.run / part).unlink()
+    (commands.folder / "away").rename(commands.run / part)
     assert commands.train()[0] == 0, "the control"

@@ -44,7 +44,7 @@ from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Ending, Line, Sentence
 from elastic.report.timeline import ENDED
-from elastic.runs import data, restarts
+from elastic.runs import branches, data, restarts
 from elastic.runs.branches import flat, in_words
 from elastic.runs.resume import LATEST, Start, start_of
 from elastic.runs.run import Run
@@ -122,8 +122,7 @@ def launch(
     and ``look`` each answer of the coordinator; without ``show`` they are printed.
 
     A run that began with other settings goes on with these if ``branch`` says so, unless its state or its place in the data does not fit.
-    A run that has saved nothing yet takes them without a word.
-    A run whose code was other goes on with the code of now if ``accept_code`` says so.
+    A run that has no save takes them without a word.  A run whose code was other goes on with that of now if ``accept_code`` says so.
     ``resume`` is ``latest``; or a step of the run, from which a new branch goes on; or ``run@latest``, ``run@best`` or ``run@step``, a
     checkpoint of another run in the same bucket, from which a new run goes on.
     ``again`` starts a run that was restarted in vain too often.
@@ -143,7 +142,8 @@ def launch(
         if not local:
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             cluster.check_place("bucket", job.bucket)
-        start = start_of(settled(job), resume)
+        _tell(show, branches.write_anew(job := settled(job)))
+        start = start_of(job, resume)
         job = start.job
         if asked := branch or start.at is not None:
             Run.begun(job)

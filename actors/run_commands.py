@@ -50,7 +50,12 @@ class Absent:
     def of(cls, job: Job) -> Absent:
         """Returns what the bucket says.  Raises :class:`JobError` if it has no such run."""
         run = Run.begun(job)
-        if (owner := run.owner()) is None:
+        if (owner := run.owner()) is None and (claim := run.latest_claim()):
+            key = run.store.full_name(f"{job.name}/owner/{claim:06d}.json")
+            what = f"{key} is damaged, so nobody knows where {job.name} was begun last"
+            there = f"newest good checkpoint: {run.newest() or 'none'}"
+            return cls(f"{what}; {there}; if it does not run any more, `elastic train` goes on with it", over=False)
+        if owner is None:
             return cls(f"{job.name} in {job.bucket} is about to begin, or ended before it could", over=False)
         if pid := run.local_process():
             return cls(

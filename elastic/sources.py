@@ -235,8 +235,7 @@ def _digest(data: bytes) -> str:
 
 def stored(store: ObjectStore, name: str) -> Sources | None:
     """Returns the newest sources with which the run of that name trained, or None."""
-    documents = _documents(store, name)
-    return of(documents.read(number)) if (number := documents.newest()) else None
+    return of(found[-1]) if (found := every(store, name)) else None
 
 
 def at(store: ObjectStore, name: str, version: Version) -> Sources | None:
@@ -252,8 +251,11 @@ def of(document: Mapping[str, Any]) -> Sources:
 
 
 def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
-    """Returns what is stored of each set of sources, oldest first: number, step, generation, until, changed, files."""
-    return _documents(store, name).every()
+    """Returns what is stored of each set of sources, oldest first: number, step, generation, until, changed, files.
+
+    Without what is damaged: it is then not known with which code some steps were made.
+    """
+    return _documents(store, name).intact()
 
 
 def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: float, until: int = 0, before: Sources | None = None) -> str:

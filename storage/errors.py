@@ -43,12 +43,14 @@ class Exists(StorageError):
 
 
 class Damaged(StorageError):
-    def __init__(self, object: str, expected: str, found: str) -> None:
-        super().__init__(object, expected, found)
-        self.expected, self.found = expected, found
+    """``fix`` says what to do."""
+
+    def __init__(self, object: str, expected: str, found: str, fix: str = "use an older one, or restore it") -> None:
+        super().__init__(object, expected, found, fix)
+        self.expected, self.found, self.fix = expected, found, fix
 
     def __str__(self) -> str:
-        return f"{self.object} is damaged: expected {self.expected}, found {self.found}; use an older one, or restore it"
+        return f"{self.object} is damaged: expected {self.expected}, found {self.found}; {self.fix}"
 
 
 class Incomplete(StorageError):

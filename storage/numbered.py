@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from storage.documents import seal, unseal
+from storage.errors import Damaged, Missing
 from storage.objects import ObjectStore
 
 NAME = r"(\d{6,})[.]json"
@@ -21,6 +23,8 @@ class Numbered:
     folder: str
     newest_known: int
     first: int = 1
+    fix: str = "put it back from a copy, or remove it"
+    """The words that say what to do about a damaged one."""
 
     def numbers(self) -> list[int]:
         """Returns the numbers of those that are there."""
@@ -33,11 +37,22 @@ class Numbered:
     def read(self, number: int) -> dict[str, Any]:
         """Returns one of them.  Raises :class:`~storage.errors.Damaged` or :class:`~storage.errors.BadFormat`."""
         key = self._key(number)
-        return unseal(self.store.get(key), self.store.full_name(key), self.newest_known)
+        try:
+            return unseal(self.store.get(key), self.store.full_name(key), self.newest_known)
+        except Damaged as error:
+            raise Damaged(error.object, error.expected, error.found, self.fix) from None
 
     def every(self) -> list[dict[str, Any]]:
         """Returns all of them, oldest first."""
         return [self.read(number) for number in range(self.first, self.newest() + 1)]
+
+    def intact(self) -> list[dict[str, Any]]:
+        """Returns those that are not damaged, oldest first: for what a run can do without."""
+        found = list[dict[str, Any]]()
+        for number in sorted(self.numbers()):
+            with suppress(Damaged, Missing):
+                found.append(self.read(number))
+        return found
 
     def add(self, number: int, about: Mapping[str, Any]) -> None:
         """Creates one.  Raises :class:`~storage.errors.Exists` if there is one of that number."""

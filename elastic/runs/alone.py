@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic.control.run import Ended, Failed, Finished, Stopped
 from elastic.errors import JobError
-from storage.errors import Missing, StorageError
+from storage.errors import Damaged, Missing, StorageError
 from storage.journal import incarnations, owner_of
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
@@ -60,7 +60,7 @@ def unseen(store: ObjectStore, name: str, incarnation: int, recorded: int) -> bo
     ended_ones = {*_documents(store, name).numbers()}
     without = [number for number in incarnations(store, name) if recorded < number < incarnation and number not in ended_ones]
     found = ((number, owner_of(store, name, number)) for number in sorted(without, reverse=True))
-    return any(owner is not None and elsewhere(store, name, number, owner) for number, owner in found)
+    return any(owner is None or elsewhere(store, name, number, owner) for number, owner in found)
 
 
 def begun_at(owner: Mapping[str, Any]) -> str:
@@ -108,7 +108,7 @@ def _failed(error: BaseException) -> Ended:
 
 def ended(store: ObjectStore, name: str, incarnation: int) -> Ended | None:
     """Returns how the process that claimed the run as ``incarnation`` ended, or None if it has not said so."""
-    with suppress(Missing):
+    with suppress(Missing, Damaged):
         about = _documents(store, name).read(incarnation)
         if about["state"] == Finished.__name__:
             return Finished()

@@ -25,7 +25,7 @@ from elastic.job import Job
 from elastic.protocol.lineage import Lineage
 from elastic.runs import branches
 from elastic.runs.run import Run
-from storage.errors import Exists, Missing
+from storage.errors import Damaged, Exists, Missing
 from storage.numbered import Numbered
 
 EXPORT, SAMPLES, VALIDATION = "export", "samples", "validation"
@@ -94,11 +94,11 @@ def of(run: Run) -> Asked:
     """Returns what the run has recorded."""
     store, name = run.store, run.job.name
     found = list[tuple[tuple[int, int, int], Sections]]()
-    with suppress(Missing):  # the run has not begun
+    with suppress(Missing, Damaged):  # the run has not begun, or the document is lost
         found.append(((0, 0, 0), sections_of(branches.first(store, name).job)))
     for each in branches.every(store, name):
         found.append(((max(each.get("until", 0), each["generation"]), each.get("claim", 0), 0), sections_of(each["job"])))
-    found += [((each["generation"], each["claim"], 1), each["sections"]) for each in _documents(run).every()]
+    found += [((each["generation"], each["claim"], 1), each["sections"]) for each in _documents(run).intact()]
     return Asked(tuple((key[0], sections) for key, sections in sorted(found, key=lambda pair: pair[0])))
 
 
@@ -130,8 +130,7 @@ def begin(run: Run, generation: int, claim: int) -> None:
 
 def _is_recorded(run: Run, documents: Numbered) -> bool:
     """Returns whether the documents of a run say all that it asked.  Those that an older release has written do not."""
-    begun = branches.first(run.store, run.job.name).begun or {}
-    return documents.newest() > 0 or bool(begun.get("asked"))
+    return documents.newest() > 0 or bool((branches.first(run.store, run.job.name).begun or {}).get("asked"))
 
 
 def _documents(run: Run) -> Numbered:

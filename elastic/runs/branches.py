@@ -21,8 +21,9 @@ from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import BEFORE, Job
 from elastic.plan.stretches import Stretch, Stretches, ended
+from elastic.runs import forks
 from storage.checkpoints import Checkpoints
-from storage.errors import Missing
+from storage.errors import Damaged, Missing
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
@@ -64,22 +65,45 @@ def newest(store: ObjectStore, name: str) -> Branch | None:
     documents = _documents(store, name)
     if number := documents.newest():
         return _of(documents.read(number))
-    with suppress(Missing):
+    with suppress(Missing, Damaged):
         return first(store, name)
     return None
 
 
 def lost(store: ObjectStore, name: str) -> bool:
-    """Returns whether a run has checkpoints or branches, but the document of its first branch is gone."""
-    return not store.exists(f"{name}/job.json") and bool(Checkpoints(store, name).steps() or _documents(store, name).numbers())
+    """Returns whether a run has checkpoints or branches, but the document of its first branch is gone or damaged."""
+    try:
+        forks.begun(store, name)
+        return False
+    except (Missing, Damaged):
+        return bool(Checkpoints(store, name).steps() or _documents(store, name).numbers())
+
+
+def write_anew(job: Job) -> str:
+    """Writes a damaged ``job.json``, if a checkpoint of the first branch was made with ``job``.  Returns the sentence that says so, or "".
+
+    A run for which another one keeps a checkpoint was forked from there.
+    """
+    store, name = ObjectStore.open(job.bucket), job.name
+    if not lost(store, name) or not store.exists(f"{name}/job.json"):
+        return ""
+    later, listed = every(store, name), Checkpoints(store, name).versions()
+    own = (each.manifest.about for each in listed if each.manifest is not None and made_by(later, each.version) is None)
+    if job.digest not in (about.get("job") for about in own):
+        return ""
+    others = [each.removesuffix("/") for each in store.children() if each.endswith("/")] if not job.init else []
+    came = [forks.Origin(other, each.version) for other in others for each in forks.kept(store, other) if each.run == name]
+    store.put(f"{name}/job.json", forks.document(job, **({"origin": {**came[0].to_json(), "changed": {}}} if came else {})))
+    return f"{store.full_name(f'{name}/job.json')} is damaged: it is written anew, since these settings made its checkpoints"
 
 
 def check_lost(store: ObjectStore, name: str) -> None:
     """Raises :class:`JobError` for a run that is :func:`lost`: any job would go on with it."""
     if lost(store, name):
+        state, fix = ("damaged", forks.lost_fix(name)) if store.exists(f"{name}/job.json") else ("missing", forks.lost_fix(name, ""))
         raise JobError(
-            f"{store.full_name(f'{name}/job.json')} is missing, although the run has checkpoints, so nobody knows with which settings they "
-            f"were made; put the file back from a copy, or begin a run of another name with their weights: init = '{name}@latest'"
+            f"{store.full_name(f'{name}/job.json')} is {state}, although the run has checkpoints, so nobody knows with which settings they "
+            f"were made; {fix}"
         )
 
 
@@ -101,7 +125,7 @@ def stored(store: ObjectStore, name: str) -> dict[str, Any] | None:
 
 def first(store: ObjectStore, name: str) -> Branch:
     """Returns the branch with which the run began.  Raises :class:`Missing` if there is no such run."""
-    begun = json.loads(store.get(f"{name}/job.json"))
+    begun = forks.begun(store, name)
     return _of(begun)._replace(begun=begun)
 
 
@@ -225,4 +249,5 @@ def _of(document: Mapping[str, Any]) -> Branch:
 
 
 def _documents(store: ObjectStore, name: str) -> Numbered:
-    return Numbered(store, f"{name}/branches", FORMAT, first=2)
+    fix = "put it back from a copy; or remove it, and begin the branch anew: `elastic train --branch` with its settings"
+    return Numbered(store, f"{name}/branches", FORMAT, 2, fix)

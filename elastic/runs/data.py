@@ -10,7 +10,7 @@ from elastic.errors import JobError
 from elastic.runs import forks
 from elastic.runs.run import Run
 from storage.documents import seal, unseal
-from storage.errors import Exists, Missing
+from storage.errors import Damaged, Exists, Missing
 
 
 def bind(run: Run, fingerprint: str, samples: int) -> None:
@@ -20,8 +20,9 @@ def bind(run: Run, fingerprint: str, samples: int) -> None:
     about = {"format": 1, "fingerprint": fingerprint, "samples": samples, "args": run.job.data.args}
     try:
         run.store.put_if_absent(f"{run.job.name}/data.json", seal(about))
-    except Exists:  # another command was faster
-        check(run, fingerprint, samples)
+    except Exists:  # another command was faster, or it is damaged
+        if not check(run, fingerprint, samples):
+            run.store.put(f"{run.job.name}/data.json", seal(about))
 
 
 def check(run: Run, fingerprint: str, samples: int) -> bool:
@@ -34,7 +35,7 @@ def check(run: Run, fingerprint: str, samples: int) -> bool:
         key = f"{name}/data.json"
         try:
             found = unseal(run.store.get(key), run.store.full_name(key), 1)
-        except Missing:
+        except (Missing, Damaged):
             if (origin := run.origin if name == run.job.name else forks.origin_of(run.store, name)) is None:
                 return False
             name = origin.run

@@ -88,6 +88,7 @@ def _below(run: Descent, found: list[Descent], depth: int) -> Iterator[tuple[int
 
 def _look(store: ObjectStore, bucket: str, name: str) -> Descent:
     try:
+        branches.check_lost(store, name)
         job = Job(name=name, bucket=bucket)
         run = Run.find(job)
         every, last = branches.every(store, name), metrics.last_row(store, name)

@@ -32,7 +32,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from storage.checkpoints import Checkpoints, Listed
 from storage.documents import seal
-from storage.errors import Exists, Missing
+from storage.errors import Damaged, Exists, Missing
 from storage.objects import ObjectStore
 
 
@@ -85,10 +85,26 @@ class Reference(NamedTuple):
         return seal({"format": 1, "run": self.run, "step": self.version.step, "generation": self.version.generation})
 
 
+def begun(store: ObjectStore, name: str) -> dict[str, Any]:
+    """Returns the document ``job.json``.  Raises :class:`Missing`, or :class:`Damaged`, which says what to do."""
+    raw = store.get(f"{name}/job.json")
+    try:
+        found: dict[str, Any] = json.loads(raw)
+        _ = dict(found["job"])
+    except (ValueError, KeyError, TypeError):
+        raise Damaged(store.full_name(f"{name}/job.json"), "the job of a run", f"{len(raw)} bytes that are none", lost_fix(name)) from None
+    return found
+
+
+def lost_fix(name: str, anew: str = ", or give `elastic train` the settings with which the run began, which writes it anew") -> str:
+    """Returns what to do about a run whose ``job.json`` is damaged, or without ``anew`` gone."""
+    return f"put the file back from a copy{anew}, or begin a run of another name with its weights: init = '{name}@latest'"
+
+
 def origin_of(store: ObjectStore, name: str) -> Origin | None:
     """Returns the checkpoint from which the run of that name was forked; None for another run, or if there is none of that name."""
-    with suppress(Missing):
-        return origin_in(json.loads(store.get(f"{name}/job.json")))
+    with suppress(Missing, Damaged):
+        return origin_in(begun(store, name))
     return None
 
 
@@ -110,14 +126,14 @@ def checkpoints_of(store: ObjectStore, name: str, origin: Origin | None) -> Chec
 
 def references(store: ObjectStore, name: str) -> dict[Version, tuple[str, ...]]:
     """Returns the versions of a run that others need, or may need, each with the names of these."""
-    there = {*_marks(store, name), *_kept(store, name)}  # in this order: a note goes once the reference was put back
+    there = {*_marks(store, name), *kept(store, name)}  # in this order: a note goes once the reference was put back
     found: dict[Version, tuple[str, ...]] = {}
     for each in sorted(there):
         found[each.version] = (*found.get(each.version, ()), each.run)
     return found
 
 
-def _kept(store: ObjectStore, name: str) -> list[Reference]:
+def kept(store: ObjectStore, name: str) -> list[Reference]:
     return Reference.all(store, f"{name}/references/")
 
 
@@ -195,17 +211,19 @@ def _make_sure(store: ObjectStore, holder: Origin, name: str) -> None:
 
 def unused(store: ObjectStore, name: str) -> list[Reference]:
     """Returns the references to checkpoints of a run whose runs are not there, or do not need them."""
-    return [each for each in _kept(store, name) if not _needs(store, each, name)]
+    return [each for each in kept(store, name) if not _needs(store, each, name)]
 
 
 def _needs(store: ObjectStore, reference: Reference, holder: str) -> bool:
     """Returns whether there is a run that goes on from the checkpoint, or began with its weights, perhaps as those of another fork."""
     try:
-        begun = json.loads(store.get(f"{reference.run}/job.json"))
+        found = begun(store, reference.run)
     except Missing:
         return False
-    origin, word = Origin(holder, reference.version), begun["job"].get("init", "").rpartition("@")[2]
-    return origin_in(begun) == origin or (bool(word) and ("." not in word or origin.word.endswith(f"@{word}")))
+    except Damaged:  # nobody knows
+        return True
+    origin, word = Origin(holder, reference.version), found["job"].get("init", "").rpartition("@")[2]
+    return origin_in(found) == origin or (bool(word) and ("." not in word or origin.word.endswith(f"@{word}")))
 
 
 def collect(store: ObjectStore, name: str, reference: Reference) -> bool:

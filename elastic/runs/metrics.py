@@ -84,7 +84,7 @@ def _rows_in(store: ObjectStore, run: str, place: Place) -> list[Row]:
 def last_row(store: ObjectStore, run: str) -> Row | None:
     """Returns the row that was stored last, or None."""
     newest = max(places(store, run), key=lambda place: (place.generation, place.step), default=None)
-    return None if newest is None else _rows_in(store, run, newest)[-1]
+    return next(reversed(_rows_in(store, run, newest)), None) if newest is not None else None
 
 
 def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 0) -> None:
@@ -104,8 +104,9 @@ def _with_late(store: ObjectStore, run: str, rows: Iterable[Row]) -> Iterator[Ro
     validated = told.stored(store, run)
     for row in rows:
         if "validation_loss" not in row and (late := validated.get(version_of(row))) is not None:
-            found = row_from(store.get(late[0]).decode())
-            row = {**row, **{name: found[name] for name in VALIDATION if name in found}}
+            with suppress(ValueError):  # it has lost its content
+                found = row_from(store.get(late[0]).decode())
+                row = {**row, **{name: found[name] for name in VALIDATION if name in found}}
         yield row
 
 

@@ -34,7 +34,7 @@ from elastic.runs.asked import VALIDATION as VALIDATION
 from elastic.runs.asked import Asked, Stretch
 from elastic.runs.run import Run
 from storage.documents import seal, unseal
-from storage.errors import Exists, Missing, StorageError
+from storage.errors import Damaged, Exists, Missing, StorageError
 from storage.numbered import Numbered
 
 FORMAT = 1
@@ -177,7 +177,7 @@ def progress(run: Run, debt: Debt) -> tuple[int, float]:
     key = _progress(run, debt)
     try:
         about = unseal(run.store.get(key), run.store.full_name(key), FORMAT)
-    except Missing:
+    except (Missing, Damaged):
         return 0, 0.0
     return about["count"], about["at"]
 
@@ -310,9 +310,8 @@ def _notes(run: Run, kind: str) -> dict[Version, set[str]]:
 
 
 def _with_failures(run: Run, debt: Debt) -> Debt:
-    return Debt(
-        debt.version, debt.kind, tuple(Failure(each["why"], each["died"], each.get("last", False)) for each in _failures(run, debt).every())
-    )
+    noted = _failures(run, debt).intact()
+    return Debt(debt.version, debt.kind, tuple(Failure(each["why"], each["died"], each.get("last", False)) for each in noted))
 
 
 def _folder(run: Run, debt: Debt) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,8 +70,12 @@ class Run:
         Whoever begins has looked before: here a missing ``job.json`` is written.
         """
         store = ObjectStore.open(job.bucket)
-        with suppress(Exists):
-            store.put_if_absent(f"{job.name}/job.json", forks.document(job))
+        key, document = f"{job.name}/job.json", forks.document(job)
+        try:
+            store.put_if_absent(key, document)
+        except Exists:
+            if branches.newest(store, job.name) is None and not branches.lost(store, job.name):
+                store.put(key, document)  # it was cut off before there was anything else
         run = cls.look(job)
         forks.make_sure(store, run.job, run.origin)
         return run
@@ -307,10 +310,10 @@ class Run:
         def state(recent: Sequence[Listed]) -> RunState:
             there = [each for each in (*known, *recent) if not branches.abandoned(branched, each.version)]
             whole = [(each.version, each.manifest) for each in there if each.manifest is not None]
+            used = max((each.version.generation for each in there if each.manifest is not None or each.damaged), default=0)
             if not whole:
                 return RunState.begin(incarnation, now, generation=after(used), next_worker=next_worker)
             _, manifest = max(whole, key=lambda each: (each[0].generation, each[0].step))
-            used = max((each.version.generation for each in there if each.manifest is not None or each.damaged), default=0)
             good = sorted({each.version for each in there if each.good and contains(manifest.lineage, each.version)})
             good = [each for each in good if each.step != step or not self.checkpoints.damage(each)]
             while good and self.checkpoints.damage(good[-1]):

@@ -25,7 +25,7 @@ from elastic import sinks
 from elastic.errors import CodeError
 from elastic.imports import PACKAGES, did_you_mean, load
 from elastic.report.metrics import Row
-from storage.errors import Exists, Missing
+from storage.errors import Damaged, Exists, Missing
 from storage.objects import ObjectStore
 
 AXES = ("step", "time", "final", "validation_data")
@@ -70,6 +70,9 @@ class TrackedRun:
             return int(json.loads(self.store.get(self._cursor(sink)))["step"])
         except Missing:
             return 0
+        except ValueError:
+            fix = "remove it, and the sink gets the rows from the first one on"
+            raise Damaged(self.store.full_name(self._cursor(sink)), "a step", "something else", fix) from None
 
     def note(self, sink: str, step: int) -> None:
         """Notes in the bucket up to which step ``sink`` has its rows: for trackers that cannot always say so themselves."""

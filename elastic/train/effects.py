@@ -12,7 +12,7 @@ from collections.abc import Callable
 from elastic.runs import branches
 from elastic.threads import keep_going
 from storage.documents import seal, unseal
-from storage.errors import Missing, StorageError
+from storage.errors import Damaged, Missing, StorageError
 from storage.objects import ObjectStore
 
 FORMAT = 1
@@ -127,7 +127,7 @@ class _Note:
             key = f"{self._run}/effects/{branches.number_of(self._store, self._run):06d}.json"
             try:
                 self._noted = told = int(unseal(self._store.get(key), self._store.full_name(key), FORMAT)["step"])
-            except Missing:
+            except (Missing, Damaged):
                 told = self._begun
             self._key, self.told = key, told
             self.write()

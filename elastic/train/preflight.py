@@ -33,7 +33,7 @@ from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount
 from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
-from elastic.runs import code, data, forks
+from elastic.runs import code, data, forks, harmed
 from elastic.runs.forks import Origin
 from elastic.runs.quarantine import held_in
 from elastic.runs.resume import Start
@@ -105,10 +105,11 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     _check_eps(job, model)
     _check_bucket(job)
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
+    lost = harmed.notes(run)
     data.check(run, build.data, int(build.samples))
     job = run.job
     by_the_rules_of(model, job)
-    notes = [*unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
+    notes = [*lost, *unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")

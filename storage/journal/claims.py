@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from storage.documents import seal, unseal
-from storage.errors import Exists, Missing
+from storage.errors import Damaged, Exists, Missing
 from storage.journal.objects import Json
 from storage.numbered import NAME
 from storage.objects import ObjectStore
@@ -33,25 +33,22 @@ def claim_owner(store: ObjectStore, run: str, information: Json, after: int | No
 
 def owners(store: ObjectStore, run: str, after: int = 0) -> dict[int, Json]:
     """Returns the information that each claimant of the run wrote, by incarnation, of those later than incarnation ``after``."""
-    return {number: _claimed(store, run, number) for number in incarnations(store, run) if number > after}
+    claims = {number: owner_of(store, run, number) for number in incarnations(store, run) if number > after}
+    return {number: claim for number, claim in claims.items() if claim is not None}
 
 
 def newest_owner(store: ObjectStore, run: str) -> Json | None:
-    """Returns the information that the newest claimant of the run wrote, or None."""
+    """Returns the information that the newest claimant of the run wrote, or None as :func:`owner_of`."""
     latest = latest_claim(store, run)
-    return _claimed(store, run, latest) if latest else None
+    return owner_of(store, run, latest) if latest else None
 
 
 def owner_of(store: ObjectStore, run: str, number: int) -> Json | None:
-    """Returns the information that the claimant of incarnation ``number`` wrote, or None if its claim is gone."""
-    with suppress(Missing):
-        return _claimed(store, run, number)
-    return None
-
-
-def _claimed(store: ObjectStore, run: str, number: int) -> Json:
+    """Returns the information that the claimant of incarnation ``number`` wrote, or None if its claim is gone or damaged."""
     key = _claim(run, number)
-    return unseal(store.get(key), store.full_name(key), 1)
+    with suppress(Missing, Damaged):
+        return unseal(store.get(key), store.full_name(key), 1)
+    return None
 
 
 def latest_claim(store: ObjectStore, run: str) -> int:

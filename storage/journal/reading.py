@@ -63,7 +63,11 @@ class Newest:
         if key is None:
             self._parsed = {}
             return None
-        head, records = self._objects([key])[0]
+        try:
+            head, records = self._objects([key])[0]
+        except Damaged as error:
+            fix = "put it back from a copy, or remove it: the run goes on from its newest checkpoint with what was recorded before"
+            raise Damaged(error.object, error.expected, error.found, fix) from None
         found = self.rejoined([(head, records)])[0]
         base = head.get("continues", first_of(key))
         self._parsed = {key: object for key, object in self._parsed.items() if first_of(key) >= base}

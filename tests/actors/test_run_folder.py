@@ -101,3 +101,47 @@ def test_a_folder_that_cannot_be_listed_is_a_fault_of_the_store(commands: Comman
     (commands.run / part).unlink()
     (commands.folder / "away").rename(commands.run / part)
     assert commands.train()[0] == 0, "the control"
+
+
+LOST = {
+    "job.json": "is written anew, since these settings made its checkpoints",
+    "data.json": "data.json is damaged: it is written anew",
+    "code": "with which code the steps after it were made is not known",
+    "owner": "is damaged: where the run was begun then is not known",
+    "ends": "is damaged: how the run ended then is not known",
+    "asked": "is damaged: what was to be made of checkpoints then is not known",
+    "branches": "remove it, and begin the branch anew: `elastic train ",
+    "metrics": "is damaged: its rows are lost",
+    "validations": "",
+    "references": "",
+    "owed": "",
+    "effects": "",
+    "steps": "is damaged",
+}
+"""Maps the first part of a small file's name to what `train` says if the newest one has no content.  All but a branch let it go on."""
+
+
+def test_a_small_file_without_content_stops_no_run(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A power cut may do that.  Each small file is cut in turn.  The control: none."""
+    there = sorted(path.relative_to(begun / "bucket" / "small") for path in (begun / "bucket" / "small").rglob("*") if path.is_file())
+    small = [path for path in there if path.suffix in (".json", ".jsonl")]
+    assert {path.parts[0] for path in small} >= {*LOST} - {"effects", "asked"}, small
+    newest = {(path.parts[0], path.name if path.parts[0] == "steps" else ""): path for path in small}
+    for number, path in enumerate([None, *small]):
+        commands = Commands(begun, tmp_path / str(number), capsys)
+        if path is not None:
+            (commands.run / path).write_bytes(b"")
+        for line in ("status --once", "metrics", "checkpoint ls", "checkpoint gc --dry-run --force", "checkpoint verify", "owed"):
+            code, said = commands.give(line)
+            assert code == 0 or (path is not None and str(path) in said and ("back from a copy" in said)), (path, line, code, said)
+        if path is not None and path not in newest.values():
+            continue
+        begins = commands.give("train --local")[1] if path is not None and path.parts[0] == "job.json" else ""
+        code, said = commands.give("train --local --optim.lr 0.02 --steps 6 --branch")
+        said += begins  # by the settings with which the run began
+        if path is None:
+            assert code == 0 and not [lost for lost in LOST.values() if lost and lost in said], said
+            continue
+        assert LOST[path.parts[0]] in said, (path, said)
+        assert (code == 0) is (path.parts[0] != "branches"), (path, code, said)
+        shutil.rmtree(tmp_path / str(number))

@@ -68,7 +68,9 @@ IMPORTS = {
         ("pydantic",),
     ),
     "elastic.runs": Row(),
-    "elastic.runs.branches": Row(("elastic.job", "elastic.config.values", "elastic.plan.stretches", "storage.*", *NAMES)),
+    "elastic.runs.branches": Row(
+        ("elastic.job", "elastic.config.values", "elastic.plan.stretches", "elastic.runs.forks", "storage.*", *NAMES)
+    ),
     "elastic.runs.forks": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
     "elastic.sources": Row(("elastic.objects", "storage.*", *NAMES)),
     "elastic.runs.alone": Row(("elastic.control.run", "storage.*", *NAMES)),
@@ -91,6 +93,7 @@ IMPORTS = {
     "elastic.runs.code": Row(("elastic", "elastic.job", "elastic.runs.branches", "elastic.runs.run", "elastic.sources", *NAMES)),
     "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.forks", "elastic.runs.run", "storage.errors")),
     "elastic.runs.which": Row(("elastic.protocol.lineage", "elastic.runs.branches", "elastic.runs.run", *NAMES)),
+    "elastic.runs.harmed": Row(("elastic.runs.metrics", "elastic.runs.run", "storage.*")),
     "elastic.runs.data": Row(("elastic.runs.forks", "elastic.runs.run", "storage.*", *NAMES)),
     "elastic.runs.asked": Row(
         (
@@ -242,6 +245,7 @@ IMPORTS = {
                 "elastic.runs.asked",
                 "elastic.runs.code",
                 "elastic.runs.data",
+                "elastic.runs.harmed",
                 "elastic.runs.metrics",
                 "elastic.runs.owed",
                 "elastic.runs.quarantine",

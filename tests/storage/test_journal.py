@@ -471,3 +471,15 @@ def test_files_of_others_are_no_objects_of_a_journal(store: Moody, start: Callab
         for name in (".nfs01", "Thumbs.db", "x.tmp", "zz.jsonl", ".ipynb_checkpoints/000000000000.jsonl"):
             store.put(f"run/journal/{folder}{name}", b"of somebody else")
     assert (read(store, "run"), newest(store, "run"), since(store, "run", 256)) == before
+
+
+def test_the_newest_object_without_content_says_what_to_do(store: Moody, start: Callable[..., Journal]) -> None:
+    journal = start()
+    write(journal, SEGMENT_RECORDS + 3)
+    journal.close()
+    before = read(store, "run")[:1]
+    store.put(key_of("run", 256), b"")
+    with pytest.raises(Damaged, match=r"000000000256.* found 0 bytes that do not; .*remove it: the run goes on from its newest checkpoint"):
+        newest(store, "run")
+    store.delete(key_of("run", 256))
+    assert read(store, "run") == before == [newest(store, "run")], "so it does"

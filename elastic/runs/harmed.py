@@ -1,0 +1,41 @@
+"""Says what a run has lost with the content of small documents, as after a power cut, and what becomes of it when the run goes on."""
+
+from __future__ import annotations
+
+from sys import maxsize
+
+from elastic.runs.metrics import last_row, places
+from elastic.runs.run import Run
+from storage.documents import unseal
+from storage.errors import Damaged, Missing
+from storage.numbered import Numbered
+
+LOST = {
+    "code": "with which code the steps after it were made is not known",
+    "owner": "where the run was begun then is not known; if it still runs there, end it",
+    "ends": "how the run ended then is not known",
+    "asked": "what was to be made of checkpoints then is not known, so exports and samples may be missing",
+}
+"""The folders of documents without which a run goes on, and what is lost with one."""
+
+
+def notes(run: Run) -> list[str]:
+    """Returns a sentence for each of the newest documents of each kind that is damaged."""
+    store, name, found = run.store, run.job.name, list[str]()
+    for folder, lost in LOST.items():
+        documents = Numbered(store, f"{name}/{folder}", maxsize)
+        try:
+            if number := documents.newest():
+                documents.read(number)
+        except Damaged as error:
+            found.append(f"{error.object} is damaged: {lost}")
+    key = f"{name}/data.json"
+    try:
+        unseal(store.get(key), store.full_name(key), maxsize)
+    except Missing:
+        pass
+    except Damaged as error:
+        found.append(f"{error.object} is damaged: it is written anew, and whether these are the samples that the run began on is not known")
+    if places(store, name) and last_row(store, name) is None:
+        found.append(f"{store.full_name(f'{name}/metrics/{max(places(store, name)).name}')} is damaged: its rows are lost")
+    return found

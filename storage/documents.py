@@ -7,6 +7,7 @@ There is exactly one way to write a document: sorted keys, one space of indent, 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from storage.errors import BadFormat, Damaged
 from storage.objects.port import is_key
 
 DIGEST = "blake3"
+INFLATED_BYTES = 2**28
+"""Largest size of what is compressed: an object of a journal, or a receipt.  With 10,240 workers a snapshot has 8 MB; JSON takes more."""
 
 
 @dataclass(frozen=True, order=True)
@@ -34,6 +37,23 @@ class File:
         if not is_key(found.name) or not isinstance(found.blake3, str) or found.size < 0:
             raise ValueError(f"{value} is no file of a folder")
         return found
+
+
+def inflated(raw: bytes, object: str, wbits: int = zlib.MAX_WBITS) -> bytes:
+    """Returns what was compressed; takes no memory for more than ``INFLATED_BYTES`` of it, and ignores what is behind it.
+
+    Raises :class:`Damaged`, naming ``object``, for what has more bytes or cannot be read.
+    """
+    unpacker = zlib.decompressobj(wbits=wbits)
+    try:
+        found = unpacker.decompress(raw, INFLATED_BYTES + 1)
+    except zlib.error as error:
+        raise Damaged(object, "compressed data", str(error)) from None
+    if len(found) > INFLATED_BYTES:
+        raise Damaged(object, f"at most {INFLATED_BYTES} bytes in {len(raw)} compressed ones", "more")
+    if not unpacker.eof:
+        raise Damaged(object, "compressed data", "only its beginning")
+    return found
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:

@@ -27,8 +27,14 @@ class Numbered:
     """The words that say what to do about a damaged one."""
 
     def numbers(self) -> list[int]:
-        """Returns the numbers of those that are there."""
-        return [int(found[1]) for found in self.store.matching(f"{self.folder}/", NAME)]
+        """Returns the numbers of those that are there.  The newest are asked for by name, since some buckets list new objects late."""
+        found = [int(name[1]) for name in self.store.matching(f"{self.folder}/", NAME)]
+        number = max(found, default=self.first - 1)
+        with suppress(Missing):
+            while True:
+                self.store.size(self._key(number := number + 1))
+                found.append(number)
+        return found
 
     def newest(self) -> int:
         """Returns the number of the newest one, or 0."""

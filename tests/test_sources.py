@@ -22,7 +22,7 @@ from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
 from elastic.sources import Sources, sources_of
 from elastic.train.revisit import evaluate_here, rerun_here
-from storage.errors import Exists
+from storage.errors import Exists, Missing
 from storage.objects import ObjectStore
 from tests.support.chaos import exported_hash
 from tests.support.job_file import to_toml
@@ -414,6 +414,11 @@ class Before:
     def list(self, prefix: str) -> Any:
         self.looks -= 1
         return [] if self.looks >= 0 else self.store.list(prefix)
+
+    def size(self, key: str) -> int:
+        if self.looks >= 0:
+            raise Missing(key)
+        return self.store.size(key)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)

@@ -18,7 +18,7 @@ from typing import Any
 from elastic.control.run import Ended, Failed, Finished, Stopped
 from elastic.errors import JobError
 from storage.errors import Damaged, Missing, StorageError
-from storage.journal import incarnations, owner_of
+from storage.journal import owner_of
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
@@ -58,8 +58,8 @@ def unseen(store: ObjectStore, name: str, incarnation: int, recorded: int) -> bo
     generations of the claims before it, which need not be read.  The others are read newest first, without those that have an end.
     """
     ended_ones = {*_documents(store, name).numbers()}
-    without = [number for number in incarnations(store, name) if recorded < number < incarnation and number not in ended_ones]
-    found = ((number, owner_of(store, name, number)) for number in sorted(without, reverse=True))
+    without = [number for number in range(incarnation - 1, recorded, -1) if number not in ended_ones]
+    found = ((number, owner_of(store, name, number)) for number in without)
     return any(owner is None or elsewhere(store, name, number, owner) for number, owner in found)
 
 

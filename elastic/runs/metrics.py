@@ -44,6 +44,8 @@ EVERY_S = 5.0
 """Seconds between two looks at the journal, which gets an object as often."""
 CLOSE_S = 10.0
 """Seconds for the bucket to take the last rows, and as many for the sinks after that."""
+LOOK_S = 1.0
+"""Seconds between two looks at a bucket that does not list the newest rows yet."""
 RETRY_S = 30.0
 """Seconds after which a sink that failed is tried again, even without new rows."""
 
@@ -255,10 +257,13 @@ class Sinks:
         for name, args in run.job.metrics.sinks.items():
             self._each.append(_Handing(run, name, partial(make_sink, tracked, name, args), say))
 
-    def hand_on(self, lineage: Lineage) -> None:
-        """Begins to write the stored rows of ``lineage`` to each sink that does not have them.  Does not wait for that."""
+    def hand_on(self, lineage: Lineage, until: int = 0) -> None:
+        """Begins to write the stored rows of ``lineage`` to each sink that does not have them.  Does not wait for that.
+
+        Rows up to the step ``until`` are stored.  A bucket that lists new objects late is looked at again until it shows them.
+        """
         for each in self._each:
-            each.begin(lineage)
+            each.begin(lineage, until)
 
     def close(self) -> None:
         """Ends, once every sink has what it was to get, or has failed, but after :data:`CLOSE_S` at the latest."""
@@ -285,31 +290,38 @@ class _Handing:
     def __init__(self, run: Run, name: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
         self.name, self._run, self._make, self._say = name, run, make, say
         self._lineage: Lineage | None = None
+        self._until = 0
+        self._lacks = False
+        """True if the bucket does not list the newest rows yet."""
         self._sink: Sink | None = None
         self._failed = False
         self.wanted, self.closing = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
         self.thread.start()
 
-    def begin(self, lineage: Lineage) -> None:
-        self._lineage = lineage
+    def begin(self, lineage: Lineage, until: int) -> None:
+        self._lineage, self._until = lineage, until
         self.wanted.set()
 
     def _work(self) -> None:
         closing = False
         while not closing:
-            self.wanted.wait(RETRY_S if self._failed else None)
+            self.wanted.wait(RETRY_S if self._failed else LOOK_S if self._lacks else None)
             self.wanted.clear()
             closing = self.closing.is_set()
             if self._lineage is not None:
-                self._hand_on(self._lineage)
+                self._hand_on(self._lineage, self._until)
+            closing = closing and not self._lacks
 
-    def _hand_on(self, lineage: Lineage) -> None:
+    def _hand_on(self, lineage: Lineage, until: int) -> None:
+        self._lacks = False
         try:
             self._sink = self._sink or self._make()
-            for rows in batched(stored(self._run.store, self._run.job.name, lineage, self._sink.last()), ROWS):
+            last = self._sink.last()
+            for rows in batched(stored(self._run.store, self._run.job.name, lineage, last), ROWS):
                 self._sink.write(rows)
-            self._failed = False
+                last = int(rows[-1]["step"])
+            self._failed, self._lacks = False, last < until
         except Exception as error:  # the boundary to the user's code, and to other libraries
             self._sink = None  # a new one may work
             if not self._failed:
@@ -352,7 +364,7 @@ class Recorder:
                 following.store_final(closing=closing)
                 if following.stored != handed_on:  # also once in the beginning
                     handed_on = following.stored
-                    self._sinks.hand_on(following.rows.lineage)
+                    self._sinks.hand_on(following.rows.lineage, handed_on)
             except (Unavailable, OSError):
                 continue
             except StorageError as error:

@@ -116,7 +116,8 @@ def debts(run: Run, lineage: Lineage | None = None, asked: Asked | None = None, 
             if stretch.after < run.job.steps <= stretch.last:
                 last = {*known.at(run.job.steps)} if stretch.every else set[Version]()
                 due = due | last if KINDS[kind].at_end else due - last
-        found += [failed.get(version, Debt(version, kind)) for version in due - settled]
+        left = [failed.get(version, Debt(version, kind)) for version in due - settled]
+        found += [debt for debt in left if not run.store.exists(_done(run, debt))]  # it may be too new to be listed
         found += [debt for debt in given_up if debt.version in known.at(debt.version.step)]
     return sorted(found)
 

@@ -304,7 +304,9 @@ class Run:
         def after(known: int) -> int:
             return max(generation, known, until) + unseen
 
-        steps = {each.step for each in last.history.saved[-1:]} if last is not None else set()
+        saved = last.history.saved[-1:] if last is not None else ()
+        self.checkpoints.expect(saved)
+        steps = {each.step for each in saved}
         known = [listed for at in sorted(steps | ({step} if step is not None else set())) for listed in self.checkpoints.at(at)]
 
         def state(recent: Sequence[Listed]) -> RunState:

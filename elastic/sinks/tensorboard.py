@@ -38,8 +38,12 @@ class Tracker:
     def __init__(self, run: TrackedRun, folder: str = "") -> None:
         self._store, self._folder = (ObjectStore.open(folder), "") if folder else (run.store, f"{run.name}/tensorboard/")
         self._folder += run.title
+        self._last = 0
+        """The last step that this process has written: its file may be too new to be listed."""
 
     def last(self) -> int:
+        if self._last:
+            return self._last
         files = self._store.list(f"{self._folder}/{PREFIX}")
         return max((event.step for event in _events(self._store.get(files[-1]))), default=0) if files else 0
 
@@ -50,6 +54,7 @@ class Tracker:
         for row in rows:
             writer.write(Event(wall_time=row["time"], step=int(row["step"]), summary=_summary(row)).SerializeToString())
         self._store.put_if_absent(f"{self._folder}/{PREFIX}{int(rows[0]['step']):012d}", file.getvalue())
+        self._last = int(rows[-1]["step"])
 
 
 def _summary(row: Row) -> Summary:

@@ -304,7 +304,7 @@ class _Local:
             pass
         self.rows.clear()
         self.saved = [version]
-        self.sinks.hand_on(self.lineage)
+        self.sinks.hand_on(self.lineage, version.step)
         if not stops:
             self._pay()
         if self.session.job.checkpoint.keep_last:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from errno import EACCES, ENOENT, ENOTDIR, EPERM, EROFS
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -44,6 +42,7 @@ from elastic.state.heal import WEIGHTS
 from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
 from elastic.train import demands
+from elastic.train.bucket import check_bucket
 from elastic.train.counters import Counters
 from elastic.train.errands import check_samples
 from elastic.train.estimate import unnamed_policy
@@ -51,16 +50,11 @@ from elastic.train.model import AS_IT_IS_THERE, begun_anew, build_model, builder
 from elastic.train.session import build_of, make_session, unlike_held_out
 from elastic.train.step import Session, by_next_token
 from storage.checkpoints.reader import Reader
-from storage.errors import Unavailable
 from storage.objects import ObjectStore
-from storage.objects.selftest import check
 from storage.slices import Tensor
 
 DIVIDING = ("adamw", "adagrad", "rmsprop", "muon")
 """Optimizers of ours that divide by the root of a moment and ``optim.eps``."""
-WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
-"""Errors of a write that say that the folder is the wrong one.  Of others, such as a full disk, the job knows nothing."""
-
 UNTRACED = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 """Errors of models that cannot run with tensors that have no values."""
 NO_ATTENTION = (
@@ -103,13 +97,13 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         check_sink(sink, args)
     _check_layers(job, model)
     _check_eps(job, model)
-    _check_bucket(job)
+    said = check_bucket(job)
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
     lost = harmed.notes(run)
     data.check(run, build.data, int(build.samples))
     job = run.job
     by_the_rules_of(model, job)
-    notes = [*lost, *unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
+    notes = [*said, *lost, *unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")
@@ -281,39 +275,6 @@ def _check_calls(job: Job, session: Session, model: nn.Module) -> list[str]:
             f"its layer alone; call the layer, or take 'bf16'"
         )
     return [NO_ATTENTION] if again and not calls.attention else []
-
-
-def _check_bucket(job: Job) -> None:
-    """Tests the bucket.  Raises as :func:`_bucket`, and :class:`Unavailable` with the setting for one that cannot be relied on."""
-    try:
-        check(_bucket(job), job.name)
-    except Unavailable as error:
-        named = error.object if "…" in error.object else job.bucket  # a URL that is no bucket's may have a secret in it
-        raise Unavailable(f"bucket = {named!r}: {error.object}", *error.args[1:]) from error
-
-
-def _bucket(job: Job) -> ObjectStore:
-    """Returns the bucket.  Raises :class:`JobError` for a folder that this user cannot write, and for a URL whose package is missing."""
-    named = f"bucket = {job.bucket!r}"
-    try:
-        store = ObjectStore.open(job.bucket)
-    except Unavailable as error:
-        if isinstance(error.__cause__, ImportError):
-            raise JobError(f"{named} needs a package: {error.__cause__}; install it on every node, or name another bucket") from error
-        raise
-    if store.local:
-        there = Path(store.url, job.name)
-        while not os.path.lexists(there):
-            there = there.parent
-        try:
-            with TemporaryFile(dir=there):
-                pass
-        except OSError as error:
-            if error.errno not in WRONG_FOLDER:
-                raise Unavailable(str(there), str(error)) from error
-            wrong = f"{named} is not a folder that this user can write ({there}: {error.strerror})"
-            raise JobError(f"{wrong}; name one that is, or a URL such as s3://bucket/prefix") from error
-    return store
 
 
 def _check_buffer(job: Job, tensors: Sequence[Tensor]) -> None:

@@ -38,7 +38,7 @@ from storage.checkpoints.index import Cut, Index, cuts_of, grouped
 from storage.checkpoints.manifest import ABOUT, DAMAGED, DELETED, INDEX, MANIFEST, Manifest
 from storage.checkpoints.reader import FETCH_BYTES, Reader, Verified, verify
 from storage.checkpoints.shards import Entry, aligned_order, entry_of, header_of, metadata_of
-from storage.documents import File, digest_of, seal, unseal
+from storage.documents import File, digest_of, inflated, seal, unseal
 from storage.errors import BadFormat, Damaged, Exists, Incomplete, Missing
 from storage.objects import ObjectStore, Piece
 from storage.slices import Slice, Tensor, Version
@@ -78,7 +78,7 @@ class ShardReceipt:
 
     @classmethod
     def unpacked(cls, raw: bytes) -> ShardReceipt:
-        return cls.from_json(zlib.decompress(raw))
+        return cls.from_json(inflated(raw, "a receipt"))
 
 
 RECENT = 32
@@ -113,6 +113,8 @@ class Checkpoints:
         self.store, self.run, self.inherited = store, run, inherited
         self._opened: dict[Version, str] = {}
         """The answers of :meth:`damage` so far."""
+        self._made = set[Version]()
+        """The versions that were committed, as this process knows, and were not seen in a listing yet."""
 
     def holder(self, version: Version) -> str:
         """Returns the run in whose folder the checkpoint is."""
@@ -169,11 +171,16 @@ class Checkpoints:
             raw = self.store.get(key)
             if not self._is_same(manifest, raw):
                 raise
+        self.expect([version])
         return digest_of(raw)
 
     def quarantine(self, version: Version, reason: str) -> None:
         """Notes that the checkpoint is damaged, and why.  The first note stays."""
         self._note(version, DAMAGED, reason)
+
+    def expect(self, versions: Iterable[Version]) -> None:
+        """Notes versions that were committed, so that they are found even if the bucket does not list them yet."""
+        self._made.update(versions)
 
     # ---- deleting
 
@@ -243,7 +250,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Returns the steps of which a checkpoint was begun, in order."""
         own = {int(name[:-1]) for name in self.store.children(f"{self.run}/steps/") if re.fullmatch(r"\d+/", name)}
-        return sorted(own | {version.step for version in self.inherited})
+        return sorted(own | {version.step for version in (*self.inherited, *self._unlisted())})
 
     def at(self, step: int) -> list[Listed]:
         """Returns the checkpoints of one step.  Raises as :meth:`versions` does."""
@@ -370,14 +377,25 @@ class Checkpoints:
 
     def _listed(self, steps: Sequence[int]) -> list[Listed]:
         """Returns the checkpoints of these steps, oldest first."""
+        others = (*self.inherited, *self._unlisted())
 
         def generations(step: int) -> list[int]:
             folder = self.folder(Version(step, 0)).rpartition("/")[0]
             own = {int(name[1:-1]) for name in self.store.children(f"{folder}/") if re.fullmatch(r"g\d+/", name)}
-            return sorted(own | {version.generation for version in self.inherited if version.step == step})
+            known = {version.generation for version in others if version.step == step}
+            for generation in own & known:
+                self._made.discard(Version(step, generation))
+            return sorted(own | known)
 
         found = zip(steps, self._at_once(generations, steps), strict=True)
         return self._at_once(self._look, [Version(step, generation) for step, generations in found for generation in generations])
+
+    def _unlisted(self) -> set[Version]:
+        """Returns those that were committed and may be too new to be listed: some buckets list new objects late."""
+        for version in tuple(self._made):
+            if not self.store.exists(f"{self.folder(version)}/{MANIFEST}"):  # somebody else has deleted it
+                self._made.discard(version)
+        return set(self._made)
 
     def _look(self, version: Version) -> Listed:
         damaged = self._quarantined(version) or self._opened.get(version, "")

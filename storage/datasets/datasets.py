@@ -247,7 +247,8 @@ class _Files(_Digests):
         return super().put(name, data)
 
     def __enter__(self) -> _Files:
-        self.store.put(BEGUN, b"")
+        with suppress(Exists):  # of a writer that was killed
+            self.store.put_if_absent(BEGUN, b"")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -1,6 +1,6 @@
 """The journal of a run: its writer, its readers, the claims on it, and (:mod:`storage.journal.replicas`) the copies of its end."""
 
-from storage.journal.claims import claim_owner, incarnations, latest_claim, newest_owner, owner_of, owners
+from storage.journal.claims import claim_owner, latest_claim, newest_owner, owner_of, owners
 from storage.journal.journal import CONTINUATIONS, RECORDS, SEGMENT_RECORDS, Journal
 from storage.journal.objects import Json, Segment, unpacked
 from storage.journal.reading import Newest, newest, objects, parse, read, records, since
@@ -14,7 +14,6 @@ __all__ = [
     "Newest",
     "Segment",
     "claim_owner",
-    "incarnations",
     "latest_claim",
     "newest",
     "newest_owner",

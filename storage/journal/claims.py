@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from storage.documents import seal, unseal
 from storage.errors import Damaged, Exists, Missing
 from storage.journal.objects import Json
-from storage.numbered import NAME
+from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
 
@@ -22,7 +21,7 @@ def claim_owner(store: ObjectStore, run: str, information: Json, after: int | No
     number = (latest_claim(store, run) if after is None else after) + 1
     while True:
         try:
-            store.put_if_absent(_claim(run, number), seal({"format": 1, "incarnation": number, **information}))
+            _claims(store, run).add(number, {"format": 1, "incarnation": number, **information})
         except Exists:
             if after is not None:
                 raise
@@ -33,8 +32,8 @@ def claim_owner(store: ObjectStore, run: str, information: Json, after: int | No
 
 def owners(store: ObjectStore, run: str, after: int = 0) -> dict[int, Json]:
     """Returns the information that each claimant of the run wrote, by incarnation, of those later than incarnation ``after``."""
-    claims = {number: owner_of(store, run, number) for number in incarnations(store, run) if number > after}
-    return {number: claim for number, claim in claims.items() if claim is not None}
+    found = ((number, owner_of(store, run, number)) for number in range(after + 1, latest_claim(store, run) + 1))
+    return {number: owner for number, owner in found if owner is not None}
 
 
 def newest_owner(store: ObjectStore, run: str) -> Json | None:
@@ -45,21 +44,15 @@ def newest_owner(store: ObjectStore, run: str) -> Json | None:
 
 def owner_of(store: ObjectStore, run: str, number: int) -> Json | None:
     """Returns the information that the claimant of incarnation ``number`` wrote, or None if its claim is gone or damaged."""
-    key = _claim(run, number)
     with suppress(Missing, Damaged):
-        return unseal(store.get(key), store.full_name(key), 1)
+        return _claims(store, run).read(number)
     return None
 
 
 def latest_claim(store: ObjectStore, run: str) -> int:
     """Returns the highest incarnation that was claimed, or 0."""
-    return max(incarnations(store, run), default=0)
+    return _claims(store, run).newest()
 
 
-def incarnations(store: ObjectStore, run: str) -> list[int]:
-    """Returns the incarnations that were claimed."""
-    return [int(found[1]) for found in store.matching(f"{run}/owner/", NAME)]
-
-
-def _claim(run: str, number: int) -> str:
-    return f"{run}/owner/{number:06d}.json"
+def _claims(store: ObjectStore, run: str) -> Numbered:
+    return Numbered(store, f"{run}/owner", 1)

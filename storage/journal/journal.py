@@ -35,14 +35,18 @@ from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
+from storage.documents import INFLATED_BYTES
 from storage.errors import Deposed, Exists, StorageError
 from storage.journal.objects import CONTINUED, Json, key_of, line, packed
 from storage.objects import ObjectStore
+from storage.objects.folder import sync_folder
 
 SEGMENT_RECORDS = 256
 """Number of records after which an object may end before its time is over."""
 RECORDS = 2
 """Number of times that a snapshot's bytes are written as records before another snapshot is due.  A takeover reads them all."""
+OBJECT_BYTES = INFLATED_BYTES // 4
+"""Size of an object at which it ends in any case: nobody reads one that is much longer."""
 CONTINUATIONS = 32
 """Largest number of continuations of a snapshot: a takeover reads them all.  With 5 s each, a snapshot is due after 165 s at the latest."""
 CLOSE_S = 10.0
@@ -130,7 +134,8 @@ class Journal:
             self.next += 1
             self._known = after
             part.end, part.records = self._size, part.records + 1
-            if part.records >= SEGMENT_RECORDS and self._snapshot_is_due():
+            is_long = self._size - part.begin >= OBJECT_BYTES
+            if is_long or (part.records >= SEGMENT_RECORDS and self._snapshot_is_due()):
                 self._cut(part)
             self._changed.notify_all()
 
@@ -199,7 +204,7 @@ class Journal:
         self._close_file()  # one is open if the disk did not take its first record
         part = _Part(self.next, self._local / f"{self._size:015d}.jsonl", self._size, time.monotonic())
         self._file = open(part.path, "wb", buffering=0)  # noqa: SIM115 (closed when the part is cut)
-        _sync_folder(self._local)
+        sync_folder(str(self._local))
         return part
 
     def _head(self) -> tuple[_Snapshot, bytes]:
@@ -289,12 +294,3 @@ class Journal:
         """Pauses, and returns whether there is time left for another try."""
         time.sleep(max(0.0, min(self._retry_s, self._closed_s - time.monotonic())))
         return time.monotonic() < self._closed_s
-
-
-def _sync_folder(folder: Path) -> None:
-    """Puts the names of new files in ``folder`` on the disk too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import zlib
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from storage.documents import digest_of
+from storage.documents import digest_of, inflated
 from storage.errors import Damaged
 from storage.objects import ObjectStore
 
@@ -30,11 +31,11 @@ def object_at(store: ObjectStore, key: str) -> Segment:
     """Returns the head of an object, and its records.  Raises :class:`Damaged`."""
     object, first = store.full_name(key), first_of(key)
     raw = unsealed(store.get(key), object)
-    lines = (unpacked(raw, object) if key.endswith(PACKED) else raw).splitlines()
+    lines = io.BytesIO(unpacked(raw, object) if key.endswith(PACKED) else raw)
     try:
         head, *records = map(json.loads, lines)
         numbers = [record["n"] for record in records]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise Damaged(object, "a head and its records, one a line", "lines that are something else") from None
     if not numbers or numbers != list(range(first, first + len(numbers))):
         raise Damaged(object, f"records from {first} on", f"records {numbers[:1]} to {numbers[-1:]}")
@@ -74,11 +75,4 @@ def packed(lines: bytes) -> bytes:
 
 def unpacked(raw: bytes, object: str) -> bytes:
     """Returns the lines of a compressed file, whatever is behind them.  Raises :class:`Damaged` if they cannot be had."""
-    unpacker = zlib.decompressobj(wbits=GZIP)
-    try:
-        lines = unpacker.decompress(raw)
-    except zlib.error as error:
-        raise Damaged(object, "compressed lines", str(error)) from None
-    if not unpacker.eof:
-        raise Damaged(object, "compressed lines", "only their beginning")
-    return lines
+    return inflated(raw, object, GZIP)

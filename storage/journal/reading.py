@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
-from storage.errors import Damaged
+from storage.errors import Damaged, Missing
 from storage.journal.objects import PER_FOLDER, Json, Segment, first_of, key_of, object_at
 from storage.objects import ObjectStore
 
@@ -22,7 +23,7 @@ def read(store: ObjectStore, run: str) -> list[Segment]:
 
     If the oldest objects are gone, it begins with the first snapshot that is there.
     """
-    return _segments(store, _keys(store, run))
+    return _joined(store, _with_unlisted(store, run, _listed(store, run)))
 
 
 def since(store: ObjectStore, run: str, first: int) -> list[Segment]:
@@ -31,19 +32,17 @@ def since(store: ObjectStore, run: str, first: int) -> list[Segment]:
     A head is a snapshot, or a reference to the object with the last one ("continues").  If the oldest objects are gone, it begins with
     those that are there.
     """
-    newest = _last(store, f"{run}/journal/")
-    if newest is None or first_of(newest) < first:
-        return []
     if first == 0:  # also those of earlier releases, and the first one that is there
-        return list(_objects(store, _keys(store, run)))
-    return list(_objects(store, _between(store, run, first, first_of(newest) + 1)))
+        keys = _listed(store, run)
+    else:
+        newest = _last(store, f"{run}/journal/")
+        keys = _between(store, run, first, first_of(newest) + 1) if newest is not None and first_of(newest) >= first else []
+    return [object for _, object in _with_unlisted(store, run, keys, first)]
 
 
 def objects(store: ObjectStore, run: str) -> Iterator[Segment]:
     """Yields each object in the bucket, oldest first, as in :func:`since`, but holds only a few at a time and does not look for gaps."""
-    keys = _keys(store, run)
-    for place in range(0, len(keys), READS):
-        yield from _objects(store, keys[place : place + READS])
+    return (object for _, object in _with_unlisted(store, run, _listed(store, run)))
 
 
 class Newest:
@@ -59,11 +58,11 @@ class Newest:
 
         Raises :class:`Damaged` if its snapshot is gone.
         """
-        key = _last(self.store, f"{self.run}/journal/")
-        if key is None:
-            self._parsed = {}
-            return None
         try:
+            key = self._last()
+            if key is None:
+                self._parsed = {}
+                return None
             head, records = self._objects([key])[0]
         except Damaged as error:
             fix = "put it back from a copy, or remove it: the run goes on from its newest checkpoint with what was recorded before"
@@ -82,8 +81,9 @@ class Newest:
             return list(segments)
         (head, records), *more = segments
         base, end = head["continues"], records[0]["n"]
-        keys = _between(self.store, self.run, base, end)
-        found = _joined(self.store, keys, self._objects(keys))
+        known = {key for key in self._parsed if base <= first_of(key) < end}
+        keys = sorted(known.union(_between(self.store, self.run, base, end)), key=first_of)
+        found = _joined(self.store, zip(keys, self._objects(keys), strict=True))
         numbers = [record["n"] for _, before in found for record in before]
         if len(found) != 1 or (numbers[0], numbers[-1]) != (base, end - 1):
             there = f"records {numbers[0]} to {numbers[-1]} after {len(found)} snapshots" if numbers else "nothing"
@@ -91,6 +91,18 @@ class Newest:
             raise Damaged(f"{self.store.url}: the journal", wanted, there)
         snapshot, before = found[0]
         return [(snapshot, [*before, *records]), *more]
+
+    def _last(self) -> str | None:
+        """Returns the key of the newest object, also if it is too new to be listed; None if there is none."""
+        key = _last(self.store, f"{self.run}/journal/")
+        following = key_of(self.run, 0) if key is None else self._after(key)
+        while self.store.exists(following):
+            key, following = following, self._after(following)
+        return key
+
+    def _after(self, key: str) -> str:
+        """Returns the key of the object that follows another one."""
+        return key_of(self.run, self._objects([key])[0][1][-1]["n"] + 1)
 
     def _objects(self, keys: Sequence[str]) -> list[Segment]:
         """Returns the objects, and remembers them: an object never changes."""
@@ -102,12 +114,6 @@ class Newest:
 def newest(store: ObjectStore, run: str) -> Segment | None:
     """Returns the last segment in the bucket, or None; see :meth:`Newest.segment`."""
     return Newest(store, run).segment()
-
-
-def _keys(store: ObjectStore, run: str) -> list[str]:
-    """Returns the keys of all objects, in order."""
-    folder = f"{run}/journal/"
-    return sorted((f"{folder}{found[0]}" for found in store.matching(folder, rf"(\d+/)*{NAME}")), key=first_of)
 
 
 def _last(store: ObjectStore, folder: str) -> str | None:
@@ -130,9 +136,28 @@ def _between(store: ObjectStore, run: str, first: int, end: int) -> list[str]:
     return sorted((key for key in there if first <= first_of(key) < end), key=first_of)
 
 
-def _segments(store: ObjectStore, keys: Sequence[str]) -> list[Segment]:
-    """Returns the segments that the objects ``keys`` make up, from the first snapshot on."""
-    return _joined(store, keys, _objects(store, keys))
+def _listed(store: ObjectStore, run: str) -> list[str]:
+    """Returns the keys of all objects that the bucket lists, in order."""
+    folder = f"{run}/journal/"
+    return sorted((f"{folder}{found[0]}" for found in store.matching(folder, rf"(\d+/)*{NAME}")), key=first_of)
+
+
+def _with_unlisted(store: ObjectStore, run: str, keys: Sequence[str], first: int = 0) -> Iterator[tuple[str, Segment]]:
+    """Yields the objects ``keys`` and those after them, each with its key.  Without keys it begins with the one of record ``first``.
+
+    Some buckets list new objects late.  So the newest objects are asked for by name: the last record of an object names the next one.
+    """
+    for place in range(0, len(keys), READS):
+        batch = keys[place : place + READS]
+        for key, object in zip(batch, _objects(store, batch), strict=True):
+            first = object[1][-1]["n"] + 1
+            yield key, object
+    with suppress(Missing):
+        while True:
+            key = key_of(run, first)
+            object = object_at(store, key)
+            first = object[1][-1]["n"] + 1
+            yield key, object
 
 
 def _objects(store: ObjectStore, keys: Sequence[str]) -> Iterable[Segment]:
@@ -141,10 +166,11 @@ def _objects(store: ObjectStore, keys: Sequence[str]) -> Iterable[Segment]:
         yield from pool.map(lambda key: object_at(store, key), keys)
 
 
-def _joined(store: ObjectStore, keys: Sequence[str], objects: Iterable[Segment]) -> list[Segment]:
+def _joined(store: ObjectStore, objects: Iterable[tuple[str, Segment]]) -> list[Segment]:
+    """Returns the segments that objects, each with its key, make up from the first snapshot on."""
     segments: list[Segment] = []
     expected: int | None = None
-    for key, (head, records) in zip(keys, objects, strict=True):
+    for key, (head, records) in objects:
         if expected not in (None, first_of(key)):
             raise Damaged(store.full_name(key), f"records from {expected} on", f"records {first_of(key)} to {records[-1]['n']}")
         expected = records[-1]["n"] + 1

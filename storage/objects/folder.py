@@ -12,11 +12,32 @@ import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from errno import EINVAL, EMLINK, ENOSYS, EOPNOTSUPP, EPERM
 from pathlib import PurePosixPath
 
 from storage.errors import Exists, Full, Missing, Unavailable
 from storage.objects.port import NO_ROOM, PARTIAL, Data, ObjectStore, pieces_of
 from storage.objects.urls import folder_of
+
+NO_LINKS = (EMLINK, ENOSYS, EOPNOTSUPP, EPERM)
+"""Errors of file systems without hard links."""
+NO_SYNC = (EINVAL, ENOSYS, EOPNOTSUPP)
+"""Errors of file systems that cannot sync a folder."""
+MOUNTED = "of a mounted bucket give the URL (s3://bucket/prefix), or name a folder of a local disk or of NFS"
+
+
+def sync_folder(folder: str) -> bool:
+    """Puts the names in a folder on the disk.  Returns False if its file system cannot do that: then they get there some time later."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 class Folder(ObjectStore):
@@ -46,7 +67,7 @@ class Folder(ObjectStore):
         if os.path.lexists(path):  # saves writing what would be refused; the link decides
             raise Exists(key, self.url)
         with self._written_aside(key, data) as aside, self._writing(key):
-            os.link(aside, path)
+            self._link(aside, path)
             self._sync_folders(key)
 
     def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
@@ -113,14 +134,18 @@ class Folder(ObjectStore):
             with suppress(OSError):
                 os.unlink(aside)
 
+    def _link(self, aside: str, path: str) -> None:
+        try:
+            os.link(aside, path)
+        except OSError as error:
+            if error.errno in NO_LINKS:
+                raise Unavailable(path, f"its file system has no hard links ({error.strerror}); {MOUNTED}") from error
+            raise
+
     def _sync_folders(self, key: str) -> None:
         """Puts the object's name on the disk, and the names of its folders, which may be new."""
         for folder in PurePosixPath(key).parents:
-            descriptor = os.open(f"{self.root}/{folder}", os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_folder(f"{self.root}/{folder}")
 
     def _cannot_list(self, error: OSError) -> None:
         """Raises :class:`Unavailable` if a folder is there and cannot be read; one that is gone meanwhile has no objects."""

@@ -2,7 +2,7 @@
 
 An object is bytes under a key.  Every store keeps three promises.  An object is there whole or not at all.  Of several writers that
 create the same object with ``put_if_absent``, exactly one succeeds.  A reader sees what another process wrote a moment ago: no store
-caches.
+caches.  Only listings (``list``, ``children``) may be some seconds old: what must be current is found by its name.
 
 A backend is one file with a subclass of :class:`ObjectStore`, and one row in :data:`storage.objects.urls.BACKENDS`.  Its tests inherit
 ``tests/storage/conformance.py``.

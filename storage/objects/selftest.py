@@ -3,10 +3,14 @@
 It checks what checkpoints, the journal and claims rely on.  A create-only write is refused if there is an object, both as one PUT and as
 an upload in parts, which stores implement separately.  Of several such writes at the same time, one wins.  Bytes come back as they were
 sent, and a range is that range.
+
+A listing may lag behind (:func:`check`).  While a run trains, claims, branches and the journal are found by the numbers in their names,
+and a process knows the checkpoints that it has committed.  A start relies on the listing for the newest checkpoint, so it waits here.
 """
 
 from __future__ import annotations
 
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,15 +21,19 @@ from storage.objects.port import ObjectStore
 BYTES = bytes(range(256))
 FIRST, LAST = 100, 150
 RIVALS = 8
+LISTED_S = 60.0
+"""Longest time in seconds that a new object may be missing in the listing."""
+LOOK_S = 0.1
 
 
-def check(store: ObjectStore, run: str) -> None:
+def check(store: ObjectStore, run: str) -> float:
     """Raises :class:`Unavailable` if the bucket breaks a promise; the message says which, and what to do.  Leaves nothing in the bucket.
 
-    A folder is not tested: the code that makes it a store is our own.
+    Returns how many seconds late the bucket lists a new object, 0 if it lists it at once.  What was written before the call is listed when
+    it returns.  A folder is not tested here: of one the file system decides (``elastic/train/bucket.py``).
     """
     if store.local:
-        return
+        return 0.0
     key = f"{run}/.selftest-{uuid.uuid4().hex}"
     parts = store.in_parts()
     ways = [("", store)] + ([("-parts", parts)] if parts is not None else [])
@@ -33,8 +41,9 @@ def check(store: ObjectStore, run: str) -> None:
         for suffix, way in ways:
             _check(way, key + suffix, "a create-only upload in parts" if suffix else "a create-only PUT")
         _race(store, f"{key}-race")
+        return _listed_late_s(store, f"{key}-listed")
     finally:
-        for suffix in ("", "-parts", "-race"):
+        for suffix in ("", "-parts", "-race", "-listed"):
             with suppress(StorageError):
                 store.delete(key + suffix)
 
@@ -60,6 +69,19 @@ def _race(store: ObjectStore, key: str) -> None:
     if winners != 1:
         wrong = f"{winners} of {RIVALS} create-only writes (If-None-Match: *) at once were told that they won"
         raise _broken(store, wrong, "use one that decides them one by one: two coordinators would both take a run for theirs")
+
+
+def _listed_late_s(store: ObjectStore, key: str) -> float:
+    """Waits until a new object is listed, and returns the seconds if it is not there at once."""
+    store.put(key, BYTES)
+    written, looks = time.monotonic(), 1
+    while key not in store.list(key):
+        if time.monotonic() - written > LISTED_S:
+            wrong = f"an object that was written is not listed {LISTED_S:g} s later"
+            raise _broken(store, wrong, "let nothing in between cache its listings, or use another")
+        looks += 1
+        time.sleep(LOOK_S)
+    return time.monotonic() - written if looks > 1 else 0.0
 
 
 def _created(store: ObjectStore, key: str) -> bool:

@@ -26,6 +26,7 @@ def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     site = tmp_path_factory.mktemp("site")
     install(site)
     fsspec.register_implementation("toy", "tests.support.toy_store.Toy", clobber=True)
+    fsspec.register_implementation("late", "tests.support.toy_store.Late", clobber=True)
     ray.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{site}")
@@ -35,14 +36,18 @@ def local_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.full  # without Ray a job trains and resumes on it in tests/storage/test_backends.py
-def test_a_run_is_killed_and_goes_on_from_a_backend_that_a_package_brings(tmp_path: Path) -> None:
-    """One of two shards is SIGKILLed: the state is healed from the toy, and the bits are those of one process and a folder."""
+@pytest.mark.parametrize("scheme", ["toy", "late"])
+def test_a_run_is_killed_and_goes_on_from_a_backend_that_a_package_brings(tmp_path: Path, scheme: str) -> None:
+    """One of two shards is SIGKILLed: the state is healed from the toy, and the bits are those of one process and a folder.
+
+    The second toy lists new objects late.
+    """
 
     def job_of(bucket: str, **changes: Any) -> Any:
         return toy_job(bucket, name="toy", steps=8, checkpoint={"save_every": 2}, **changes)
 
     reference = alone(job_of(f"{tmp_path}/folder"))
-    bucket = f"toy://{tmp_path}/objects.db/bucket"
+    bucket = f"{scheme}://{tmp_path}/objects.db/bucket"
     fault = {"point": "before_commit", "step": 5, "world_rank": 1}
     shards = {"parallel": {"dp_replicate": 1}, "copies": {"copy_every": 0}, "workers": {"min": 1, "max": 2}}
     run = trial(job_of(bucket, faults=[fault], **shards))

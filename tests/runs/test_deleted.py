@@ -84,7 +84,8 @@ def test_a_save_asks_three_things_where_nothing_is_missing(tmp_path: Path, monke
         monkeypatch.setattr(Forwarding, request, noted)
     watched = Run(run.job, Forwarding(run.store))
     assert put_back(watched, number, "its life", lambda: None) == ""
-    assert asked == [("list", "run/owner/"), ("get", f"run/owner/{number:06d}.json"), ("size", "run/job.json")]
+    newest, next_one = (f"run/owner/{each:06d}.json" for each in (number, number + 1))
+    assert asked == [("list", "run/owner/"), ("size", next_one), ("get", newest), ("size", "run/job.json")]
     shutil.rmtree(tmp_path / "run")
     asked.clear()
     assert put_back(watched, number, "its life", lambda: watched.claim("here", "its life", after=number - 1)) != ""

@@ -170,7 +170,7 @@ def test_l2_a_reader_goes_on_where_the_stored_rows_end(tmp_path: Path, monkeypat
     for path in (tmp_path / "bucket/toy/metrics").iterdir():
         path.unlink()
     Following(run).read()
-    assert len([key for key in read if "/journal/" in key]) == objects > 2 * len(after) > 0
+    assert len([key for key in read if "/journal/" in key]) == objects + 1 > 2 * len(after) > 0, "one is too new, or not there"
 
 
 def test_l2_rows_of_a_checkpoint_that_was_given_up_do_not_count(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ KEEPS = {
 def test_a_round_asks_no_more_of_a_bucket_in_which_a_thousand_checkpoints_are_kept(keep: dict[str, object]) -> None:
     """It asked for each of them five times after each save.  The control: a round that knows nothing yet looks at all of them."""
     few, many = requests_of_rounds(10, **keep), requests_of_rounds(1000, **keep)
-    assert max(few) <= 30 and all(after <= before + 2 for before, after in zip(few, many, strict=True)), (few, many)
+    assert max(few) <= 36 and all(after <= before + 2 for before, after in zip(few, many, strict=True)), (few, many)
 
 
 def test_a_round_sees_what_other_processes_have_done_since_the_one_before() -> None:

@@ -128,6 +128,48 @@ def test_a_job_trains_resumes_and_exports_on_a_backend_that_a_package_brings(
     assert not list(tmp_path.glob("toy:*")), "nothing was taken for a folder"
 
 
+OLD_WAY = """
+from pathlib import PurePosixPath
+from storage.numbered import Numbered
+Numbered.numbers = lambda self: [int(PurePosixPath(key).stem) for key in self.store.list(f"{self.folder}/")]
+"""
+
+
+def test_a_run_on_a_bucket_that_lists_objects_late_is_the_run_in_a_folder(tmp_path: Path) -> None:
+    """Its listings are 2 s old.  The run is killed, resumes, exports each checkpoint, deletes old ones and tells a sink all steps.
+
+    The bits and the names of all objects are those in a folder.  The control believes the listing of claims, and does not save.
+    """
+    pytest.importorskip("tensorboard")
+    install(tmp_path / "site")
+    folder, place = f"{tmp_path}/bucket", f"{tmp_path}/objects.db/bucket"
+    more: dict[str, Any] = {
+        "checkpoint": {"save_every": 2, "keep_last": 1},
+        "export": {"every": 2},
+        "metrics": {"sinks": {"tensorboard": {}}},
+    }
+    for name, faults in (("killed", [{"point": "before_commit", "step": 4}]), ("whole", [])):
+        text = to_toml(toy_job(folder, steps=6, faults=faults, trial=False, **more, **TINY))
+        (tmp_path / f"{name}-folder.toml").write_text(text)
+        (tmp_path / f"{name}-late.toml").write_text(text.replace(folder, f"late://{place}"))
+
+    def train(program: str, name: str) -> tuple[int, str]:
+        return python(tmp_path, tmp_path / "site", program, f"train {name}.toml --local")
+
+    code, shown = train(OLD_WAY + COMMANDS, "whole-late")
+    assert code == 75 and "this command's claim, is gone" in shown, "the control"
+    Path(tmp_path, "objects.db").unlink()
+    for where in ("late", "folder"):
+        assert train(COMMANDS, f"killed-{where}")[0] == -9
+        code, shown = train(COMMANDS, f"whole-{where}")
+        assert code == 0 and re.findall(r"step +(\d+)/6  loss", shown) == ["3", "4", "5", "6"], shown
+        assert ("lists a new object only 2." in shown) == (where == "late") and "owed" not in shown, shown
+    late, there = Fsspec(Toy(), place), ObjectStore.open(folder)
+    assert late.list() == there.list() and [key for key in there.list() if "/exports/" in key]
+    for key in there.list():
+        assert not key.endswith(".safetensors") or late.get(key) == there.get(key), key
+
+
 # ---- what fsspec itself does not promise
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from storage.errors import Exists
-from storage.journal import claim_owner, latest_claim, owner_of, owners
+from storage.journal import claim_owner, latest_claim, newest_owner, owner_of, owners
 from storage.objects import ObjectStore
+from tests.support.stores import Stale
 
 pytestmark = pytest.mark.fast
 
@@ -44,3 +45,13 @@ def test_a_damaged_claim_says_nothing_and_stays_claimed(store: ObjectStore) -> N
     assert claim_owner(store, "run", {}) == 2
     with pytest.raises(Exists):
         store.put_if_absent(key, b"")
+
+
+def test_claims_that_a_bucket_does_not_list_yet_count(store: ObjectStore) -> None:
+    """The control is what the listing shows."""
+    for name in "ab":
+        claim_owner(store, "run", {"address": name})
+        stale = Stale(store)
+        assert claim_owner(store, "run", {"address": f"{name} again"}) == claim_owner(stale, "run", {"address": "after"}) - 1
+        assert newest_owner(stale, "run") == newest_owner(store, "run") and owners(stale, "run") == owners(store, "run")
+        assert len(stale.list("run/owner/")) == len(owners(stale, "run")) - 2

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from storage.errors import Damaged, Deposed, Unavailable
-from storage.journal import CONTINUATIONS, RECORDS, SEGMENT_RECORDS, Journal, newest, parse, read, records, replicas, since
+from storage.journal import CONTINUATIONS, RECORDS, SEGMENT_RECORDS, Journal, Newest, newest, parse, read, records, replicas, since
+from storage.journal import objects as objects_of
 from storage.journal.objects import key_of, packed, unpacked
 from storage.objects import Data, ObjectStore
 from tests.support.full_disk import full_disk
 from tests.support.patience import PATIENCE_S, until
-from tests.support.stores import Forwarding
+from tests.support.stores import Forwarding, Stale
 
 pytestmark = pytest.mark.fast
 _numbers = itertools.count()
@@ -42,9 +43,9 @@ class Moody(Forwarding):
             self.answers = True
             raise Unavailable(self.full_name(key), "connection reset")
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
         self.got.append(key)
-        return super().get(key)
+        return super().get(key, start, stop)
 
 
 @pytest.fixture
@@ -462,10 +463,7 @@ def test_who_is_deposed_learns_it_when_it_ships(store: Moody, start: Callable[..
         second.ship(PATIENCE_S)
 
 
-def test_files_of_others_are_no_objects_of_a_journal(store: Moody, start: Callable[..., Journal]) -> None:
-    journal = start()
-    write(journal, SEGMENT_RECORDS + 3)
-    journal.close()
+def test_files_of_others_are_no_objects_of_a_journal(store: Moody, three_segments: list[str]) -> None:
     before = read(store, "run"), newest(store, "run"), since(store, "run", 256)
     for folder in ("", "000/", "000/000/", "000/000/000/", "lost+found/"):
         for name in (".nfs01", "Thumbs.db", "x.tmp", "zz.jsonl", ".ipynb_checkpoints/000000000000.jsonl"):
@@ -473,13 +471,30 @@ def test_files_of_others_are_no_objects_of_a_journal(store: Moody, start: Callab
     assert (read(store, "run"), newest(store, "run"), since(store, "run", 256)) == before
 
 
-def test_the_newest_object_without_content_says_what_to_do(store: Moody, start: Callable[..., Journal]) -> None:
-    journal = start()
-    write(journal, SEGMENT_RECORDS + 3)
-    journal.close()
-    before = read(store, "run")[:1]
-    store.put(key_of("run", 256), b"")
-    with pytest.raises(Damaged, match=r"000000000256.* found 0 bytes that do not; .*remove it: the run goes on from its newest checkpoint"):
+def test_the_newest_object_without_content_says_what_to_do(store: Moody, three_segments: list[str]) -> None:
+    before = read(store, "run")[:-1]
+    store.put(three_segments[-1], b"")
+    with pytest.raises(Damaged, match=r"000000000004.* found 0 bytes that do not; .*remove it: the run goes on from its newest checkpoint"):
         newest(store, "run")
-    store.delete(key_of("run", 256))
-    assert read(store, "run") == before == [newest(store, "run")], "so it does"
+    store.delete(three_segments[-1])
+    assert read(store, "run") == before and newest(store, "run") == before[-1], "so it does"
+
+
+@pytest.mark.parametrize("listed", [0, 1, 3, 40])
+def test_objects_that_a_bucket_does_not_list_yet_are_read(store: Moody, start: Callable[..., Journal], listed: int) -> None:
+    """The bucket lists the first ones of 45 objects.  The last snapshot may be among the others, and a reader may have read before."""
+    journal = start()
+    objects(journal, listed)
+    stale = Stale(store)
+    reader = Newest(stale, "run")
+    assert reader.segment() == newest(store, "run")
+    for more in (1, 44 - listed):
+        objects(journal, more)
+        assert reader.segment() == newest(store, "run") == newest(stale, "run")
+    assert read(stale, "run") == read(store, "run") and list(objects_of(stale, "run")) == list(objects_of(store, "run"))
+    for first in (0, 2, 41, 44, 45):
+        assert since(stale, "run", first) == since(store, "run", first)
+    tail = [(json.loads(json.dumps(head)), found) for head, found in list(objects_of(store, "run"))[-1:]]
+    assert reader.rejoined(tail) == Newest(store, "run").rejoined(tail)
+    assert len(stale.list()) == listed
+    journal.close()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from storage.checkpoints import ShardReceipt
+from storage.errors import Damaged
 from storage.journal import Journal, Newest, newest, parse, read, records
 from storage.journal.objects import key_of, packed, sealed, unpacked
 from storage.objects import ObjectStore
-from tests.storage.test_journal import KNOWN, Moody, objects, write
+from tests.storage.test_journal import KNOWN, Moody, lengths, objects, write
 from tests.support.patience import PATIENCE_S
 from tests.support.syncs import noted
 
@@ -132,3 +137,45 @@ def test_the_names_of_a_journal_s_files_are_put_on_the_disk(tmp_path: Path, monk
     journal.append({"n": 0}, lambda: {"run": 0}, durable=True)
     journal.close()
     assert str(tmp_path) in synced
+
+
+@pytest.mark.parametrize("byte", [b"\n", b"a", b"["])
+def test_what_a_small_object_holds_takes_little_memory(store: Moody, monkeypatch: pytest.MonkeyPatch, byte: bytes) -> None:
+    """A takeover does not take 64 MB for 64 kB that hold them.  The control is zlib without a limit."""
+    limit, size = 2**20, 2**26
+    monkeypatch.setattr("storage.documents.INFLATED_BYTES", limit)
+    object = packed(byte * size)
+    store.put(key_of("run", 0), object)
+    receipt = zlib.compress(byte * size)
+
+    def refused() -> None:
+        for read_it in (lambda: newest(store, "run"), lambda: ShardReceipt.unpacked(receipt)):
+            with pytest.raises(Damaged, match=f"expected at most {limit} bytes in .* compressed ones, found more"):
+                read_it()
+
+    assert len(object) < size / 500 and peak_of(lambda: zlib.decompress(object, 31)) > size
+    assert peak_of(refused) < 4 * limit
+    with pytest.raises(Damaged):  # also what fits
+        store.put(key_of("run", 0), packed(byte * (limit - 1)))
+        newest(store, "run")
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """Returns how many bytes of memory a call takes at most."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_object_ends_before_its_time(store: Moody, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No writer makes an object that no reader takes, although no snapshot is due."""
+    monkeypatch.setattr("storage.journal.journal.OBJECT_BYTES", 10_000)
+    journal = begun(store, tmp_path)
+    for n in range(100):
+        journal.append({"n": n, "said": "x" * 1000}, lambda: {"known": KNOWN}, durable=False)
+    journal.close()
+    assert max(each for each in lengths(store) if each < len(KNOWN)) < 12_000 and len(lengths(store)) > 5
+    assert [record["n"] for record in records(store, "run")] == [*range(100)]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from actors.cli import main
+from elastic.runs.run import Run
 from elastic.train.preflight import preflight
+from storage.datasets import Coding, write_dataset
 from storage.errors import Unavailable
 from storage.objects import ObjectStore
 from storage.objects.s3 import S3
 from storage.objects.selftest import check
 from tests.support.buckets import below, enter
+from tests.support.job_file import to_toml
 from tests.support.swift import UNCHANGED
-from tests.support.toys import toy_job
+from tests.support.toys import LIGHT, toy_job
 from tests.support.unruly import Fault, Unruly, flipped, flipped_upload, framed, without
 
 
@@ -84,3 +93,69 @@ def test_a_job_is_checked_before_anything_starts(unruly: Unruly, moto_bucket: S3
     unruly.behave()
     preflight(job)
     assert store.list() == []
+
+
+# ---- the file system of a folder
+
+
+def unable(monkeypatch: pytest.MonkeyPatch, call: str, error: int, only: Callable[[object], bool] = lambda what: True) -> None:
+    """Makes a call of the kernel fail as a file system does that lacks it."""
+    able = getattr(os, call)
+
+    def fails(what: object, *more: object) -> object:
+        if only(what):
+            raise OSError(error, os.strerror(error), what)
+        return able(what, *more)
+
+    monkeypatch.setattr(os, call, fails)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "code", "said"),
+    [
+        ("link", errno.EOPNOTSUPP, 1, "cannot hold objects (FOLDER): its file system has no hard links (Operation not supported)"),
+        ("link", errno.EPERM, 1, "cannot hold objects (FOLDER): its file system has no hard links (Operation not permitted)"),
+        ("replace", errno.ENOSYS, 1, "cannot hold objects (FOLDER): [Errno 38] Function not implemented"),
+        ("link", errno.ENOSPC, 2, "No space left on device"),
+    ],
+)
+def test_a_file_system_that_cannot_hold_objects_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, call: str, error: int, code: int, said: str
+) -> None:
+    """The last row is the control: a full disk says nothing against the job."""
+    job = toy_job(tmp_path / "mounted" / "bucket", steps=4, checkpoint={"save_every": 2}, **LIGHT)
+    (tmp_path / "toy.toml").write_text(to_toml(job))
+    unable(monkeypatch, call, error)
+    assert main(["train", str(tmp_path / "toy.toml"), "--local"]) == code
+    shown = capsys.readouterr().out
+    assert said.replace("FOLDER", str(tmp_path)) in shown and ("(s3://bucket/prefix)" in shown) == (call == "link" and code == 1), shown
+    assert os.listdir(tmp_path) == ["toy.toml"]
+
+
+def test_a_folder_that_cannot_be_synced_is_used_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control is a disk that fails."""
+    job = toy_job(tmp_path / "bucket", steps=4, checkpoint={"save_every": 2}, **LIGHT)
+    (tmp_path / "toy.toml").write_text(to_toml(job))
+
+    def is_folder(what: object) -> bool:
+        return isinstance(what, int) and stat.S_ISDIR(os.fstat(what).st_mode)
+
+    for error, code, said in ((errno.EIO, 2, "Input/output error"), (errno.EINVAL, 0, "its file system cannot sync a folder")):
+        with monkeypatch.context() as patch:
+            unable(patch, "fsync", error, is_folder)
+            assert main(["train", str(tmp_path / "toy.toml"), "--local"]) == code
+        assert capsys.readouterr().out.count(said) == 1
+    newest = Run.find(job).newest()
+    assert newest is not None and newest.step == 4
+
+
+@pytest.mark.fast
+def test_a_dataset_is_not_prepared_for_a_folder_that_cannot_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be found at the end of hours."""
+    unable(monkeypatch, "link", errno.EOPNOTSUPP)
+    documents = iter([("a", np.arange(8))])
+    with pytest.raises(Unavailable, match=r"has no hard links .* of a mounted bucket give the URL \(s3://bucket/prefix\)"):
+        write_dataset(ObjectStore.open(str(tmp_path)), documents, Coding("bytes", 256, 0))
+    assert next(documents)[0] == "a" and os.listdir(tmp_path) == []

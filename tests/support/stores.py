@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from storage.objects import Data, ObjectStore
+from storage.objects.port import below
 
 
 class Forwarding(ObjectStore):
@@ -43,3 +44,20 @@ class Forwarding(ObjectStore):
 
     def tidy(self, folder: str) -> None:
         self.store.tidy(folder)
+
+
+class Stale(Forwarding):
+    """Lists what there was when it was made, or at the last ``look``.  Reads are current."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.look()
+
+    def look(self) -> None:
+        self._keys = self.store.list()
+
+    def children(self, folder: str = "") -> list[str]:
+        return below(folder, self.list(folder))
+
+    def list(self, prefix: str = "") -> list[str]:
+        return [key for key in self._keys if key.startswith(prefix)]

@@ -6,6 +6,7 @@ This one file is all that a user writes.  ``install`` makes it an installed pack
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 TABLE = "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, data BLOB NOT NULL)"
-ENTRY = "[fsspec.specs]\ntoy = tests.support.toy_store:Toy\n"
+NAMES = "CREATE TABLE IF NOT EXISTS names (key TEXT, since REAL, until REAL)"
+LAG_S = 2.0
+ENTRY = "[fsspec.specs]\ntoy = tests.support.toy_store:Toy\nlate = tests.support.toy_store:Late\n"
 
 
 class Toy(AbstractFileSystem):  # type: ignore[misc]
@@ -57,6 +60,33 @@ class Toy(AbstractFileSystem):  # type: ignore[misc]
         with closing(sqlite3.connect(f"{file}.db", timeout=60)) as rows, rows:
             rows.execute(TABLE)
             yield rows, key.strip("/")
+
+
+class Late(Toy):
+    """A toy whose listings are :data:`LAG_S` old: they lack new objects, and show some that are gone.  Reads are current."""
+
+    protocol = "late"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        super().pipe_file(path, value, mode)
+        with self._table(path) as (rows, key):
+            rows.execute(NAMES)
+            if not rows.execute("SELECT 1 FROM names WHERE key = ? AND until IS NULL", (key,)).fetchone():
+                rows.execute("INSERT INTO names VALUES (?, ?, NULL)", (key, time.time()))
+
+    def rm_file(self, path: str) -> None:
+        super().rm_file(path)
+        with self._table(path) as (rows, key):
+            rows.execute(NAMES)
+            rows.execute("UPDATE names SET until = ? WHERE key = ? AND until IS NULL", (time.time(), key))
+
+    def find(self, path: str, **_: Any) -> list[str]:
+        then = time.time() - LAG_S
+        shown = "SELECT DISTINCT key FROM names WHERE substr(key, 1, ?) = ? AND since <= ? AND (until IS NULL OR until > ?)"
+        with self._table(path) as (rows, key):
+            rows.execute(NAMES)
+            found = rows.execute(shown, (len(key), key, then, then)).fetchall()
+        return [f"{path.partition('.db')[0]}.db/{each}" for (each,) in found]
 
 
 def install(site: Path) -> None:

@@ -1,0 +1,63 @@
+"""Tests the bucket of a job before anything starts."""
+
+from __future__ import annotations
+
+import os
+from errno import EACCES, EINVAL, EMLINK, ENOENT, ENOSYS, ENOTDIR, EOPNOTSUPP, EPERM, EROFS
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from elastic.errors import JobError
+from elastic.job import Job
+from storage.errors import Unavailable
+from storage.objects import PARTIAL, ObjectStore
+from storage.objects.folder import Folder, sync_folder
+from storage.objects.selftest import check
+
+WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
+"""Errors of a new file that say that the folder is the wrong one.  Of others, such as a full disk, the job knows nothing."""
+UNABLE = (EINVAL, EMLINK, ENOSYS, EOPNOTSUPP, EPERM)
+"""Errors of a file system that lacks what a store of objects needs."""
+
+
+def check_bucket(job: Job) -> list[str]:
+    """Tests the bucket, and returns what is to be said of it.
+
+    Raises :class:`JobError` for a URL whose package is missing, and for a folder that this user cannot write or whose file system cannot
+    hold objects; :class:`Unavailable`, with the setting, for a bucket that cannot be relied on.
+    """
+    named = f"bucket = {job.bucket!r}"
+    try:
+        store = ObjectStore.open(job.bucket)
+        if store.local:
+            return _check_folder(named, Path(store.url, job.name))
+        late_s = check(store, job.name)
+    except Unavailable as error:
+        if isinstance(error.__cause__, ImportError):
+            raise JobError(f"{named} needs a package: {error.__cause__}; install it on every node, or name another bucket") from error
+        shown = error.object if "…" in error.object else job.bucket  # a URL that is no bucket's may have a secret in it
+        raise Unavailable(f"bucket = {shown!r}: {error.object}", *error.args[1:]) from error
+    late = f"{named} lists a new object only {late_s:.1f} s after it was written"
+    return [f"{late}; each start waits until what was written before it is listed"] if late_s else []
+
+
+def _check_folder(named: str, there: Path) -> list[str]:
+    """Writes objects into a folder of its own in the folder that is to hold ``there``, and returns what its file system lacks."""
+    while not os.path.lexists(there):
+        there = there.parent
+    try:
+        with TemporaryDirectory(prefix=PARTIAL, dir=there) as folder:
+            trial = Folder(folder)
+            trial.put_if_absent("object", b"")
+            trial.put("object", b"")
+            syncs = sync_folder(folder)
+    except Unavailable as error:
+        if getattr(error.__cause__, "errno", None) not in UNABLE:
+            raise
+        raise JobError(f"{named} cannot hold objects ({there}): {error.args[1]}") from error
+    except OSError as error:
+        if error.errno not in WRONG_FOLDER:
+            raise Unavailable(str(there), str(error)) from error
+        wrong = f"{named} is not a folder that this user can write ({there}: {error.strerror})"
+        raise JobError(f"{wrong}; name one that is, or a URL such as s3://bucket/prefix") from error
+    return [] if syncs else [f"{named}: its file system cannot sync a folder, so a power cut may take the newest checkpoint"]

@@ -15,7 +15,7 @@ from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol.spikes import Held
-from elastic.report.page.words import counted
+from elastic.report.words import counted
 from elastic.runs import branches, forks, retention
 from elastic.runs.quarantine import held_in
 from elastic.runs.run import Run

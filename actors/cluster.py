@@ -6,7 +6,6 @@ All private Ray calls but those of :mod:`actors.heads`, and all settings by envi
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -14,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Container, Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,10 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import heads
 from actors.cores import usable_cores
 from elastic.config.sections import Workers
-from elastic.errors import JobError, PlatformGaveUp
+from elastic.errors import PlatformGaveUp
 from elastic.ids import NodeId, WorkerId
 from elastic.train.machine.gpus import NVML
-from storage.objects.urls import folder_of
 
 NAMESPACE = "elastic"
 MARKET = "ray.io/market-type"
@@ -53,6 +50,7 @@ ROOM_S, ROOM_POLL_S = 5.0, 0.1
 """The time in seconds for which a run waits for room before it is refused, and the time between two looks."""
 STARTS_S = "5 to 20 s"
 """The time that Ray's own processes take to start, by the speed of the machine."""
+WITHOUT_GPUS = "workers.gpus = 0 (and precision = 'fp32', compile = false and a small model, since that is slow)"
 HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 # Ray's name
 """Seconds for which the cluster's head may be out of reach: then Ray ends this process, without a word that helps."""
 
@@ -85,7 +83,7 @@ def connect(
         os.environ.setdefault(variable, value)
     if ray.is_initialized():
         return ""
-    local = address == "local" or (address is None and begins_here())
+    local = starts_here(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if local:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -187,6 +185,11 @@ def prepared(workers: Workers, cores: int) -> int:
     return wanted(workers) if wanted(workers) <= cores else 0
 
 
+def starts_here(address: str | None) -> bool:
+    """Returns whether a cluster starts on this machine for a run at ``address``."""
+    return address == "local" or (address is None and begins_here())
+
+
 def begins_here() -> bool:
     """Returns whether this process would start a cluster of its own, because it is part of none and was not submitted to one."""
     return not ray.is_initialized() and os.environ.get("RAY_ADDRESS", "") in ("", "local")
@@ -246,35 +249,6 @@ def _leave_deaths_to_the_story() -> None:
             printed(data, *arguments, **options)
 
     worker.print_to_stdstream = print_others
-
-
-def _submitted_with() -> Mapping[str, Any]:
-    """Returns the runtime environment that ``ray job submit`` gave this process, or nothing if it was not submitted."""
-    text = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    found: Mapping[str, Any] = json.loads(text).get("runtime_env") or {}
-    return found
-
-
-def check_file(path: Path) -> None:
-    """Raises :class:`JobError` for a job file that was not submitted with the job."""
-    if _submitted_with().get("working_dir") and not path.exists():
-        raise JobError(
-            f"there is no job file {str(path)!r} in the submitted working directory ({Path.cwd()}): put it into the folder that "
-            f"--working-dir names (what .gitignore names is left out), and give its path from there"
-        )
-
-
-def check_place(setting: str, url: str) -> None:
-    """Raises :class:`JobError` for a folder inside the working directory of a submitted job."""
-    folder = folder_of(url)
-    if folder is None or not _submitted_with().get("working_dir"):
-        return
-    here = Path.cwd().resolve()
-    if Path(folder).resolve().is_relative_to(here):
-        raise JobError(
-            f"{setting} = {url!r} lies in the submitted working directory ({here}), of which every node has a copy of its own and which "
-            f"Ray deletes: give the absolute path of a folder that all nodes share, or a URL such as s3://bucket/prefix"
-        )
 
 
 def search_path() -> list[str]:
@@ -470,6 +444,24 @@ def check_room(workers: Workers) -> None:
         time.sleep(ROOM_POLL_S)
 
 
+def check_gpus(workers: Workers) -> None:
+    """Raises :class:`PlatformGaveUp` if a cluster that starts on this machine would have too few GPUs for the smallest permitted world."""
+    try:
+        from ray._private.accelerators import get_accelerator_manager_for_resource
+    except ImportError:  # a private call; without it the cluster says so once it has started
+        return
+    sees = get_accelerator_manager_for_resource("GPU")
+    visible, there = sees.get_current_process_visible_accelerator_ids(), sees.get_current_node_num_accelerators()
+    there = there if visible is None else min(there, len(visible))
+    if there < workers.min * workers.gpus:
+        need = f"workers.min = {workers.min} with workers.gpus = {workers.gpus}" if there else f"workers.gpus = {workers.gpus}"
+        fewer = f"lower workers.min to {there // workers.gpus}, or set" if there >= workers.gpus else "or set"
+        raise PlatformGaveUp(
+            f"{need}, but Ray sees {there or 'no'} GPU{'s' * (there > 1)} on this machine: train on a cluster (--address), {fewer} "
+            f"{WITHOUT_GPUS}"
+        )
+
+
 def _no_room(workers: Workers, room: int, free_by_node: Mapping[str, Mapping[str, float]]) -> str:
     wanted = ["CPU"] + ["GPU"] * bool(workers.gpus)
     total = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
@@ -483,7 +475,7 @@ def _no_room(workers: Workers, room: int, free_by_node: Mapping[str, Mapping[str
     if workers.gpus and not any(node.get("Resources", {}).get("GPU") for node in total.values()):
         return (
             f"workers.gpus = {workers.gpus}, but no node of the cluster has a GPU that Ray sees ({have}{more}): add a node with GPUs, "
-            f"or set workers.gpus = 0 (and precision = 'fp32', compile = false and a small model, since that is slow)"
+            f"or set {WITHOUT_GPUS}"
         )
     return (
         f"workers.min = {workers.min}, but the cluster has room for {room} (each needs {need}; {have or 'no node has reported'}{more}): "

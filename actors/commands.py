@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 import elastic
-from actors.terminal import console, say, screen_for, show_result
+from actors.submitted import check_file
+from actors.terminal import console, say
 from elastic.config.command_line import words_to_show
 from elastic.config.settings import COMMAND_LINE
 from elastic.errors import ElasticError, JobError, PlatformGaveUp
@@ -20,6 +21,7 @@ from elastic.imports import failure, users_traceback
 from elastic.job import Job
 from elastic.runs.named import job_of_run
 from storage.errors import Damaged, StorageError
+from storage.journal import latest_claim
 
 if TYPE_CHECKING:
     from storage.journal import Segment
@@ -64,17 +66,21 @@ def _line(known: Namespace) -> str:
 
 
 def train(known: Namespace) -> int:
-    from actors import cluster
-
     sys.path.insert(0, str(Path.cwd()))
-    cluster.check_file(known.job)
+    check_file(known.job)
     job = _job(known)
     for warning in job.warnings() if not known.quiet else ():
         say(warning, "note: ", "yellow")
+    from elastic.train.bucket import open_bucket
+    from elastic.train.early import check_early
+
+    if not known.address and not latest_claim(open_bucket(job), job.name):  # else it may live, and need no code of this machine
+        check_early(job)
     if not known.quiet:  # off a terminal, too: on a busy machine the imports alone take ten seconds
         print("checking the job: loading PyTorch, building the model, trying the data and the bucket", file=sys.stderr, flush=True)
     from actors.launch import launch
     from actors.prints import Prints
+    from actors.screen import screen_for, show_result
 
     line = f"{_line(known)} --local" if known.local else _line(known)
     screen = Prints(screen_for(job, quiet=known.quiet), known.prints)
@@ -139,9 +145,11 @@ def estimate(known: Namespace) -> int:
         table.add_row(str(shards), *map(estimate.gigabytes, sizes))
     console.print(table)
     if tried:
-        table = Table("recompute", "more while a microbatch is computed", "workers that must share the state")
+        limited = job.workers.device_gb != "auto" or any(each.least for each in tried)  # else a line above says what to name for it
+        table = Table("recompute", "more while a microbatch is computed", *["workers that must share the state"] * limited)
         for each in tried:
-            table.add_row(str(each.policy), estimate.gigabytes(max(each.transient)), _workers(each.least, job))
+            least = str(each.least or f"more than {job.workers.max}")
+            table.add_row(str(each.policy), estimate.gigabytes(max(each.transient)), *[least] * limited)
         console.print(table)
     return 0
 
@@ -206,10 +214,6 @@ def rerun(known: Namespace) -> int:
     recorded = "" if then is None else f"; the run recorded {then.loss:.6g} and {then.norm:.6g}{', the same bits' if again.same else ''}"
     say(f"step {now.step}: loss {now.loss:.6g}, norm {now.norm:.6g}{recorded}{skipped}")
     return 0
-
-
-def _workers(least: int, job: Job) -> str:
-    return str(least) if least else "not known" if job.workers.device_gb == "auto" else f"more than {job.workers.max}"
 
 
 def dtypes(_: Namespace) -> int:

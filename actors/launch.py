@@ -35,8 +35,9 @@ from actors.living import (
 )
 from actors.objects import pack
 from actors.processes import life_of
+from actors.screen import screen_for
 from actors.signals import Requests
-from actors.terminal import screen_for
+from actors.submitted import check_place
 from actors.view import View
 from elastic.errors import FINISHED, STOPPED, JobError, PlatformGaveUp
 from elastic.imports import check_packages
@@ -44,10 +45,12 @@ from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Ending, Line, Sentence
 from elastic.report.timeline import ENDED
-from elastic.runs import branches, data, restarts
+from elastic.runs import branches, data, owed, restarts
 from elastic.runs.branches import flat, in_words
 from elastic.runs.resume import LATEST, Start, start_of
 from elastic.runs.run import Run
+from elastic.train.bucket import check_bucket
+from elastic.train.early import check_early
 
 if TYPE_CHECKING:
     from elastic.train.preflight import Checked
@@ -131,18 +134,14 @@ def launch(
     asks for a clean stop with a save; a second one raises KeyboardInterrupt and leaves the run to stop by itself.  An attached driver
     merely detaches, unless it is the last one.  With ``on_driver_exit = "detach"`` the first driver merely detaches too.
     """
-    from elastic.train.local import run_local
-    from elastic.train.preflight import preflight
-    from elastic.train.session import settled
-
     if show is None:
         screen = screen_for(job)
         show, look = screen.show, screen.look
     with Requests() as requests:
         if not local:
             check_packages(Path.cwd())  # this folder comes first on the workers' path
-            cluster.check_place("bucket", job.bucket)
-        _tell(show, branches.write_anew(job := settled(job)))
+            check_place("bucket", job.bucket)
+        _tell(show, branches.write_anew(job := _settled(job)))
         start = start_of(job, resume)
         job = start.job
         if asked := branch or start.at is not None:
@@ -151,11 +150,15 @@ def launch(
             _refuse_living(job, local=local, changes=asked or accept_code)
             requests.note()
             return _attached(job, coordinator, requests, show, look)
+        if not local and not asked and (said := _finished(job)):
+            return _result(job, "Finished", said, job.steps)
         objects = [] if local else pack(job)
-        checked = preflight(job, local=local, branch=asked, accept_code=accept_code, start=start)
+        checked = _checked(job, address, local=local, branch=asked, accept_code=accept_code, start=start)
         branch = asked or Run.has_saved_nothing(job)
         _tell(show, *checked.notes)
         if local:
+            from elastic.train.local import run_local
+
             return _result(job, *run_local(job, show, partial(begin_here, start, checked, show, branch)))
         run = Run.look(job, branch=branch)
         run.check_local()
@@ -166,6 +169,42 @@ def launch(
             branch = asked
         start = replace(start, job=_heeding_the_driver(job, show))
         return _follow(start, checked, objects, requests, show, look, seen, again, branch)
+
+
+def _finished(job: Job) -> str:
+    """Returns the sentence that all of a run is done, or "".  Whether a sink has all of its rows is known to no command.
+
+    Raises as :meth:`Run.look`.
+    """
+    run = Run.look(job, branch=Run.has_saved_nothing(job))
+    newest = run.newest()
+    done = newest is not None and newest.step >= job.steps and not job.metrics.sinks and not owed.debts(run)
+    return f"finished: step {newest.step} is in the bucket" if newest and done else ""
+
+
+def _checked(job: Job, address: str | None, *, local: bool, **how: Any) -> Checked:
+    """Checks the job as :func:`~elastic.train.preflight.preflight` does, whose import of torch takes seconds.
+
+    What needs no torch is checked before: this machine, if the workers will be here, the names of the job, and its bucket.
+    """
+    here = not local and cluster.starts_here(address)
+    if here:
+        cluster.check_gpus(job.workers)
+    check_early(job, here=local or here)
+    said = check_bucket(job)
+    from elastic.train.preflight import preflight
+
+    checked = preflight(job, local=local, **how)
+    return replace(checked, notes=[*said, *checked.notes])
+
+
+def _settled(job: Job) -> Job:
+    """Returns the job with a number in place of ``global_batch = "all"``, for which the data is opened, and torch imported."""
+    if job.global_batch != "all":
+        return job
+    from elastic.train.session import settled
+
+    return settled(job)
 
 
 def _connect(job: Job, address: str | None, requests: Requests, show: Show) -> None:

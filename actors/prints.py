@@ -19,7 +19,7 @@ from actors.terminal import say
 from elastic.report.story import Line
 
 if TYPE_CHECKING:
-    from actors.terminal import Screen
+    from actors.screen import Screen
     from actors.view import View
 
 LOOK_S = 1.0

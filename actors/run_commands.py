@@ -18,7 +18,8 @@ from actors.living import ANSWER_S, bucket_of_another, connected, coordinator_of
 from actors.logs import last_lines
 from actors.prints import Prints, Reading
 from actors.processes import clear, end_on_sigterm, left_here, life_of, log_folder, nobodys
-from actors.terminal import say, screen_for, show_result
+from actors.screen import screen_for, show_result
+from actors.terminal import say
 from actors.view import View
 from elastic.control.run import Ended, Failed, Stopped
 from elastic.errors import PlatformGaveUp

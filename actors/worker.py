@@ -109,7 +109,7 @@ class Worker:
 
         try:
             self.job = self.code.restore(self.job)
-            self._doing = "asks for its GPU"
+            self._doing = "asks for its GPU" if self.job.workers.gpus else self._doing
             uuid = gpus.checked_uuid() if self.job.workers.gpus else ""
             device = prepare_process(self.job, ray.util.get_node_ip_address())
             self._doing = "opens its data"

@@ -3,6 +3,7 @@ arguments it does not have."""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import hashlib
@@ -14,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -57,11 +59,68 @@ def load(path: str, setting: str = "") -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        public = [known for known in vars(module) if not known.startswith("_")]
-        near = difflib.get_close_matches(name, public, 1)
-        there = ", ".join(sorted(known for known in public if _is_own(vars(module)[known], module_name))[:8]) or "no public names"
-        hint = f"did you mean '{module_name}:{near[0]}'?" if near else f"it has {there}"
-        raise CodeError(f"{named}: the module {module_name} ({_place(module)}) has no {name!r}; {hint}") from None
+        found = {known: _is_own(value, module_name) for known, value in vars(module).items()}
+        raise _without_name(named, path, _place(module), found) from None
+
+
+def check_name(path: str, setting: str) -> None:
+    """Raises as :func:`load`, as far as it shows without an import of the module: if there is none, or if its source has no such name."""
+    if isinstance(path, Given):
+        return
+    module_name, name = split(path)
+    if (spec := _spec_of(module_name)) is None:
+        load(path, setting)  # which finds what only an import shows, or says what is not there
+    elif spec.origin is not None and spec.origin.endswith(".py"):
+        found = _names_in(Path(spec.origin).read_bytes())
+        if found is not None and name not in found and f"{module_name}.{name}" not in sys.modules and not spec.submodule_search_locations:
+            raise _without_name(f"{setting} = {path!r}", path, spec.origin, found)
+
+
+def _without_name(named: str, path: str, place: str, found: Mapping[str, bool]) -> CodeError:
+    """Returns the error of a module without the name.  ``found`` says of each name that the module has whether it is its own."""
+    module, name = split(path)
+    public = [known for known in found if not known.startswith("_")]
+    near = difflib.get_close_matches(name, public, 1)
+    there = ", ".join(sorted(known for known in public if found[known])[:8]) or "no public names"
+    hint = f"did you mean '{module}:{near[0]}'?" if near else f"it has {there}"
+    return CodeError(f"{named}: the module {module} ({place}) has no {name!r}; {hint}")
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Returns the spec of a module without an import of the packages that it is in; None if it is not found so."""
+    top, *rest = module.split(".")
+    try:
+        spec = find_spec(top)
+        for part in rest:
+            spec = spec and PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+    except (ImportError, ValueError, KeyError):  # a module made by hand, or a package without __init__.py
+        return None
+    return spec
+
+
+def _names_in(source: bytes) -> dict[str, bool] | None:
+    """Returns the names that a module binds, and of each whether it is not an import's; None if it makes some that cannot be read."""
+    try:
+        waiting: list[ast.AST] = [*ast.parse(source).body]
+    except (SyntaxError, ValueError):  # the import says where
+        return None
+    found = dict[str, bool]()
+    for node in waiting:
+        match node:
+            case ast.ImportFrom(names=[ast.alias(name="*")]) | ast.FunctionDef(name="__getattr__") | ast.Global():
+                return None
+            case ast.Call(func=ast.Name(id="globals" | "vars" | "locals" | "exec" | "setattr")):
+                return None
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {(alias.asname or alias.name).partition(".")[0]: False for alias in names}
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found[name] = True
+                waiting += [each for each in ast.walk(node) if isinstance(each, ast.Global)]
+                continue
+            case ast.Name(id=name, ctx=ast.Store()):
+                found[name] = True
+        waiting += ast.iter_child_nodes(node)
+    return found
 
 
 def _is_own(value: Any, module: str) -> bool:

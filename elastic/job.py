@@ -328,11 +328,15 @@ class Job(Part):
         mixed = (each.get("dataset") for each in parts if isinstance(each, dict)) if isinstance(parts, list) else ()
         return (self.model, self.loss, self.data.dataset, *loop, *own, *(each for each in mixed if isinstance(each, str)))
 
-    def objects(self) -> dict[str, Given]:
-        """Returns the code that was given as objects and cannot be imported, by setting."""
+    def named_code(self) -> dict[str, str]:
+        """Returns the code that the job names, or was given as objects, by setting."""
         code = {"model": self.model, "loss": self.loss, "loop": self.loop, "data.dataset": self.data.dataset}
         code |= {"optim.kind": self.optim.kind, "schedule.kind": self.schedule.kind, "validation.dataset": self.validation.dataset}
-        return {setting: path for setting, path in code.items() if isinstance(path, Given)}
+        return {setting: path for setting, path in code.items() if ":" in path}
+
+    def objects(self) -> dict[str, Given]:
+        """Returns the code that was given as objects and cannot be imported, by setting."""
+        return {setting: path for setting, path in self.named_code().items() if isinstance(path, Given)}
 
     def with_objects(self, given: Mapping[str, Given]) -> Job:
         """Returns the job with the objects that :meth:`objects` returned, in a process that knows only their names."""

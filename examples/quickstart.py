@@ -32,7 +32,7 @@ from safetensors import safe_open
 
 from actors.launch import launch
 from actors.living import attach
-from actors.terminal import Screen
+from actors.screen import Screen
 from elastic import Job
 from elastic.data.prepare import prepare
 from elastic.report.recoveries import Recovery, recoveries

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import shutil
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import elastic
+from actors.cli import _parser
 from elastic.errors import CodeError
 from elastic.imports import ROOT, _digest, check_packages, code_digest, load, own_digest
 from tests.support.patience import PATIENCE_S
@@ -176,6 +179,78 @@ def test_a_coordinator_and_a_command_do_not_wait_for_torch() -> None:
     """Its import takes a second.  The control: what computes imports it."""
     asked = 'print("torch" in sys.modules)'
     assert printed("import sys, actors.coordinator, actors.launch", asked, "import elastic.engine.world", asked) == ["False", "True"]
+
+
+HEAVY = ("torch", "ray", "pyarrow", "numpy", "pydantic")
+LINES = {
+    "--help": "",
+    "settings": "Every setting of a job",
+    "train job.toml --workres.max 3": "unknown setting '--workres.max'; did you mean '--workers.max'?",
+    "train typo.toml": "typo.toml: unknown setting 'stepps'; did you mean 'steps'?",
+    "train job.toml --steps many": "steps = 'many' must be a whole number",
+    "train nothing.toml": "there is no job file 'nothing.toml'",
+    "train job.toml --model nobodys.own:build": "there is no module 'nobodys'",
+    "train job.toml --model elastic.models.llama:biuld": "did you mean 'elastic.models.llama:build'?",
+    "train job.toml --bucket job.toml": "is not a folder that this user can write",
+    "train job.toml --metrics.sinks.tensorbord.folder x": "did you mean 'tensorboard'?",
+    "runs job.toml": "there is no run in bucket",
+    "report job.toml": "there is no run 'toy'",
+    "checkpoint ls job.toml": "there is no run 'toy'",
+    "train job.toml --data.args.path nowhere": "data.args.path = 'nowhere' holds no dataset",
+    "data show nowhere": "holds no dataset",
+}
+"""Lines that need no torch, in one process: what one of them imports is there for those after it.  Each has a part of what it says."""
+
+
+def test_a_line_that_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
+    """Modules are counted, and seconds of a core, of which torch and Ray alone take more.  The control: `dtypes`, which asks torch."""
+    job = 'name = "toy"\nbucket = "bucket"\nsteps = 4\nglobal_batch = 8\n[data.args]\npath = "tokens"\n'
+    (tmp_path / "job.toml").write_text(job)
+    (tmp_path / "typo.toml").write_text(job.replace("steps", "stepps"))
+    program = [
+        "import io, json, sys, time",
+        "from contextlib import redirect_stderr, redirect_stdout, suppress",
+        "from elastic.__main__ import main",
+        "for line in sys.stdin.read().splitlines():",
+        "    sys.argv = ['elastic', *line.split()]",
+        "    with redirect_stdout(said := io.StringIO()), redirect_stderr(said), suppress(SystemExit):",
+        "        main()",
+        f"    heavy = [name for name in {HEAVY} if name in sys.modules]",
+        "    print(json.dumps([said.getvalue(), heavy, len(sys.modules), time.process_time()]))",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(program)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input="\n".join([*LINES, "dtypes"]),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = dict(zip([*LINES, "dtypes"], map(json.loads, done.stdout.splitlines()), strict=True))
+    for line, said in LINES.items():
+        assert said in answers[line][0], line
+    heavy = {line: found for line, (_, found, _, _) in answers.items()}
+    assert heavy["--help"] == [] and "torch" in heavy["dtypes"]
+    without_data = [line for line in LINES if "--help" not in line and "nowhere" not in line]
+    assert all(heavy[line] == ["pydantic"] for line in without_data), heavy
+    assert all(heavy[line] == ["pyarrow", "numpy", "pydantic"] for line in LINES if "nowhere" in line), heavy
+    (_, _, few, least), (_, _, many, most) = answers["--help"], answers["checkpoint ls job.toml"]
+    assert few < 320 and many < 640, "a quarter of what torch brings, and it is cheap to see where these come from: -X importtime"
+    assert least < 1.5 and most < 4
+
+
+def test_every_command_is_there() -> None:
+    """A command is named by its module and function, which are imported when it is asked for."""
+
+    def commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+        for action in parser._actions:
+            for each in (action.choices or {}).values() if isinstance(action, argparse._SubParsersAction) else ():
+                yield from [performs] if (performs := each.get_default("perform")) else commands(each)
+
+    found = [*commands(_parser([]))]
+    assert len(found) > 25 and all(callable(load(f"actors.{each}")) for each in found)
 
 
 def test_a_process_that_stays_alone_does_not_wait_for_the_compiler() -> None:

@@ -14,7 +14,7 @@ import pytest
 from elastic.errors import JobError
 from elastic.report.metrics import Row
 from elastic.sinks.port import make_sink
-from elastic.train.preflight import preflight
+from elastic.train.early import check_early
 from tests.support.toys import toy_job
 from tests.support.trackers import STEPS, History, mlflow_has, row, tensorboard_has, tracked, wandb_has
 
@@ -157,7 +157,7 @@ def test_l2_a_tracker_without_its_package_is_refused_before_any_worker_starts(tm
 
     def refusal(sinks: dict[str, Any]) -> str:
         with pytest.raises(JobError) as refused:
-            preflight(toy_job(tmp_path, metrics={"sinks": sinks}), local=True)
+            check_early(toy_job(tmp_path, metrics={"sinks": sinks}))
         return str(refused.value)
 
     assert "pip install 'elastic-train[wandb]'" in refusal({"wandb": {"folder": "w"}})
@@ -167,4 +167,4 @@ def test_l2_a_tracker_without_its_package_is_refused_before_any_worker_starts(tm
     assert "unexpected keyword argument 'foldr'; it takes folder: str = ''" in refusal({"tensorboard": {"foldr": "x"}}).replace(
         "'str'", "str"
     )
-    preflight(toy_job(tmp_path, metrics={"sinks": {"tensorboard": {}}}), local=True)
+    check_early(toy_job(tmp_path, metrics={"sinks": {"tensorboard": {}}}))

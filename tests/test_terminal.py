@@ -13,7 +13,8 @@ import pytest
 
 from actors import terminal
 from actors.cli import UNREAD, main
-from actors.terminal import Screen, Terminal
+from actors.screen import Screen
+from actors.terminal import Terminal
 from actors.view import View
 from elastic.job import Job
 from elastic.report.progress import Progress, spell

@@ -9,7 +9,7 @@ from elastic.config.sections import KERNELS_SINCE
 from elastic.plan.mixture import MOST_TURNS, shares
 
 if TYPE_CHECKING:
-    from elastic.config.sections import Deadlines, Optim
+    from elastic.config.sections import Deadlines, Optim, Samples, Validation
     from elastic.job import Job
 
 FENCED_LEASES = 4
@@ -75,10 +75,15 @@ def disagreements(job: Job) -> Iterator[str]:
         yield str(error)
 
 
+def _turned_off(section: Samples | Validation) -> bool:
+    """Returns whether somebody has said ``every = 0``, and has not merely left it out."""
+    return "every" in section.model_fields_set and not section.every
+
+
 def _validation(job: Job) -> Iterator[str]:
     """Yields a sentence for a setting of a validation that there is not."""
     set_ = [name for name in ("samples", "dataset", "args") if getattr(job.validation, name)]
-    if not job.validation.every and set_:
+    if not job.validation.every and set_ and not _turned_off(job.validation):
         them = " and ".join(f"validation.{name} = {getattr(job.validation, name)!r}" for name in set_)
         has, out = ("has", f"validation.{set_[0]}") if len(set_) == 1 else ("have", "all of these")
         yield (
@@ -101,9 +106,9 @@ def _kept(job: Job) -> Iterator[str]:
         f"keep_younger = {rules.keep_younger!r}": rules.keep_younger,
     }
     named = next((each for each, is_set in others.items() if is_set), "")
-    if not rules.keep_last and named:
+    if not rules.keep_last and named and "keep_last" not in rules.model_fields_set:
         yield f"checkpoint.{named} with checkpoint.keep_last = 0, which keeps all; set keep_last to 2 or more, or leave it out"
-    if rules.keep_best and (not validation.every or validation.every % rules.save_every):
+    if rules.keep_best and not _turned_off(validation) and (not validation.every or validation.every % rules.save_every):
         yield (
             f"checkpoint.keep_best = true with validation.every = {validation.every}: only what is both validated and saved can be kept; "
             f"set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or leave checkpoint.keep_best out"
@@ -114,7 +119,7 @@ def _owed(job: Job) -> Iterator[str]:
     """Yields a sentence for each thing that no checkpoint could owe."""
     save_every, samples = job.checkpoint.save_every, job.samples
     by_spares = job.validation.every if job.validation.by == "spares" else 0
-    if job.validation.by == "spares" and not job.workers.spares:
+    if by_spares and not job.workers.spares:
         yield "validation.by = 'spares' with workers.spares = 0: nobody would measure; set workers.spares to 1, or leave validation.by out"
     for name, every in (("export", job.export.every), ("samples", samples.every), ("validation", by_spares)):
         if every % save_every:
@@ -126,7 +131,8 @@ def _owed(job: Job) -> Iterator[str]:
     if samples.every and not samples.prompts:
         yield f"samples.every = {samples.every} without samples.prompts: there is nothing to continue; give some texts there"
     defaults = {name: each.default for name, each in type(samples).model_fields.items()}
-    if not samples.every and (set_ := [name for name, default in defaults.items() if getattr(samples, name) != default]):
+    set_ = [name for name, default in defaults.items() if getattr(samples, name) != default]
+    if set_ and not samples.every and not _turned_off(samples):
         yield (
             f"samples.every = 0 writes nothing, so samples.{set_[0]} = {getattr(samples, set_[0])!r} has no effect; set samples.every to a "
             f"number of steps, or leave samples.{set_[0]} out"
@@ -287,7 +293,9 @@ def idle(job: Job) -> Iterator[str]:
         "watch.every = 0": (not job.watch.every, "watch", ("patience", "vanishing", "exploding", "stationary")),
         "copies.copy_every = 0": (job.copies.copy_every == 0, "copies", ("cross_zone", "link_share")),
         "copies.buddy_every = 0": (job.copies.copy_every != 0 and job.copies.buddy_every == 0, "copies", ("cross_zone", "link_share")),
-        "validation.every = 0": (not job.validation.every, "validation", ("by",)),
+        "validation.every = 0": (not job.validation.every, "validation", ("by", "samples", "dataset", "args")),
+        "samples.every = 0": (not job.samples.every, "samples", ("prompts", "tokens", "temperature", "seed")),
+        "checkpoint.keep_last = 0": (not job.checkpoint.keep_last, "checkpoint", ("keep_every", "keep_best", "keep_younger")),
         "samples.temperature = 0": (bool(job.samples.every) and not job.samples.temperature, "samples", ("seed",)),
     }
     for why, (is_off, name, settings) in off.items():
@@ -296,6 +304,11 @@ def idle(job: Job) -> Iterator[str]:
             if (value := getattr(section, each)) != type(section).model_fields[each].default:
                 told = f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else repr(value)
                 yield f"{name}.{each} = {told} has no effect while {why}; change that, or leave {name}.{each} out"
+    if job.checkpoint.keep_best and job.checkpoint.keep_last and not job.validation.every:
+        yield (
+            "checkpoint.keep_best = true while validation.every = 0: until something was validated nobody knows which is the best, so no "
+            "checkpoint is deleted; change one of them, if that is too much"
+        )
 
 
 def without_effect(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,29 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from elastic.config.describe import default_of, kinds_of, meaning_of
+from elastic.config.plain_line import PlainParser
 from elastic.config.settings import COMMAND_LINE, Model, annotation_of, leaves, unknown
 from elastic.config.values import is_secret
 from elastic.errors import JobError
-from elastic.imports import did_you_mean
 
-_REQUIRED = "the following arguments are required: "
-"""The words with which argparse says what is missing."""
-KINDS = {"int": "whole number", "float": "number"}
-"""The names of types for users."""
-EXAMPLES = {"job": "job.toml", "step": "400", "to": "folder", "source": "texts", "destination": "tokens", "dataset": "tokens"}
-"""Words of an example, by the argument or the kind of value in whose place they are."""
 FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
-NUMBER = re.compile(r"^-\.?\d")
-"""A word that begins like this is a negative number, not an option.  argparse itself does not know ``-1e-3``."""
 
 
 def read_options(arguments: Sequence[str], model: Model) -> dict[str, Any]:
@@ -44,10 +35,10 @@ def read_options(arguments: Sequence[str], model: Model) -> dict[str, Any]:
     return settings
 
 
-class Parser(argparse.ArgumentParser):
-    """The parser of one command.  A command without ``settings`` is parsed as argparse does it; options are never abbreviated.
+class Parser(PlainParser):
+    """The parser of one command that takes settings.
 
-    ``settings`` is the model whose settings the command takes.  The result then has ``settings``, the given values by setting, and
+    ``settings`` is the model whose settings these are.  The result has ``settings``, the given values by setting, and
     ``line``, the option and the words that gave each, by setting too.  ``listed`` says that the help lists them.
     ``several`` names the positional argument that also takes words after an option.  ``beside`` holds the other commands; an option of one
     of them is not reported as a misspelt setting.
@@ -58,23 +49,19 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self,
         *,
-        settings: Model | None = None,
+        settings: Model,
         listed: bool = False,
         several: str = "",
         beside: Mapping[str, argparse.ArgumentParser] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**{"allow_abbrev": False, "conflict_handler": "resolve", "exit_on_error": settings is None, **options})
-        self._negative_number_matcher = NUMBER
+        super().__init__(exit_on_error=False, **options)
         self._model, self._several, self._beside = settings, several, beside or {}
         self._listed, self._complete = listed, False
-        if settings is not None:
-            self.set_defaults(settings={}, line={})
+        self.set_defaults(settings={}, line={})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses as argparse does.  For a command with settings, raises :class:`JobError` for an unknown word or a missing value."""
-        if self._model is None:
-            return super().parse_known_args(args, namespace)
+        """Parses as argparse does.  Raises :class:`JobError` for an unknown word or a missing value."""
         words = [_dashed(word) for word in args]
         self._complete_settings()
         self._add_keys(self._model, words)
@@ -96,41 +83,7 @@ class Parser(argparse.ArgumentParser):
         self._complete_settings()
         return super().format_help()
 
-    def error(self, message: str) -> NoReturn:
-        """Ends the command with exit code 2 and one sentence, in place of argparse's usage."""
-        said = self._said(message)
-        more = f"; write `{self._example()}`" if "needs" in said else ""
-        self.exit(2, f"{self.prog}: {said}{more} (`{self.prog} --help` tells more)\n")
-
-    def _said(self, message: str) -> str:
-        """Returns what argparse says, in plain words."""
-        if message.startswith(_REQUIRED):
-            names = message.removeprefix(_REQUIRED).split(", ")
-            about = {name: action.help for action in self._actions for name in action.option_strings}
-            return f"it needs {' and '.join(f'{name} ({about[name]})' if name in about else name for name in names)}"
-        if found := re.match(r"argument (\S+): invalid choice: '(.*?)'", message):
-            known = [name for action in self._actions for name in action.choices or ()]
-            return f"there is no {found[1]} {found[2]!r}; there are {', '.join(known)}{did_you_mean(found[2], known)}"
-        if found := re.match(r"argument (\S+): invalid (\w+) value: (.*)", message):
-            return f"{found[1]} = {found[3]} must be a {KINDS.get(found[2], found[2])}"
-        if found := re.match(r"argument (\S+): expected (.*)", message):
-            return f"{found[1]} needs {found[2].replace('argument', 'value')}"
-        return message
-
-    def _example(self) -> str:
-        """Returns a line with all that the command needs."""
-        words = [self.prog]
-        for action in self._actions:
-            name = str(action.metavar or action.dest)
-            word = next(iter(action.choices), name) if action.choices else EXAMPLES.get(name.lower(), name)
-            if action.option_strings and action.required:
-                words += [action.option_strings[0], *[word] * (action.nargs if isinstance(action.nargs, int) else 1)]
-            elif not action.option_strings and action.required:
-                words.append(word)
-        return " ".join(words)
-
     def own_options(self) -> list[str]:
-        """Returns the options that are not settings."""
         return [option for option, action in self._option_string_actions.items() if not isinstance(action, _Setting)]
 
     def _refusal(self, model: Model, word: str) -> str:
@@ -139,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         typed = word.partition("=")[0]
         option = _dashed(typed)
         for other in self._beside.values():
-            if isinstance(other, Parser) and option in other.own_options():
+            if isinstance(other, PlainParser) and option in other.own_options():
                 return f"'{self.prog}' has no option '{option}', unlike '{other.prog}'; leave it out"
         if option == "--dry-run":
             return f"'{self.prog}' has no option '--dry-run'; `elastic estimate` checks a job and starts nothing"
@@ -147,8 +100,8 @@ class Parser(argparse.ArgumentParser):
         return unknown(_name(option), model, typed, also=own)
 
     def _complete_settings(self) -> None:
-        """Adds the options of the settings once the command is used: twenty commands with a hundred settings each would take 0.1 s."""
-        if self._model is not None and not self._complete:
+        """Adds the options of the settings, after the command's own options, which count."""
+        if not self._complete:
             self._complete = True
             self._add_settings(self._model)
 

@@ -33,6 +33,8 @@ PARTS_SINCE = 4
 """The first ``numerics`` in which the parts of a container are blocks, and not the container itself, on which no rule of blocks acts."""
 UNUSED_SINCE = 5
 """The first ``numerics`` in which an update leaves a parameter alone that no microbatch of the step gave a gradient."""
+TOKENS = "elastic.data.tokens:TokenDataset"
+"""The dataset of most jobs: tokens that `elastic data prepare` wrote."""
 
 
 class Part(BaseModel):
@@ -44,7 +46,7 @@ class Part(BaseModel):
 class Data(Part):
     """The samples."""
 
-    dataset: Branch[Code] = "elastic.data.tokens:TokenDataset"
+    dataset: Branch[Code] = TOKENS
     """The class of the dataset, as ``pkg.module:Class``, or in Python the class itself.  It has ``len()``, ``read(ids)`` and
     ``fingerprint()``.
     """

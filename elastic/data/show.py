@@ -1,11 +1,15 @@
-"""Describes a token dataset for a person."""
+"""Opens a token dataset and describes it for a person."""
 
 from __future__ import annotations
 
+import os
+import shlex
+
+from elastic.data.sources import text_files
 from elastic.data.tokenizer import Encoder, open_encoder
 from elastic.errors import DataError
 from storage.datasets import Coding, Description, TokenFiles
-from storage.errors import Missing
+from storage.errors import BadFormat, Damaged, Missing
 from storage.objects import ObjectStore
 
 SHOWN_TOKENS = 64
@@ -38,3 +42,21 @@ def encoder_of(store: ObjectStore, about: Description) -> Encoder:
     """Returns the encoder that turned the text into these tokens."""
     definition = store.get(about.definition.name) if about.definition is not None else None
     return open_encoder(Coding(about.tokenizer, about.vocabulary, about.end_of_document, definition), store.url)
+
+
+def open_tokens(path: str) -> TokenFiles:
+    """Opens the dataset of a job.  Raises :class:`DataError` with what the user can do if there is none."""
+    try:
+        return TokenFiles(ObjectStore.open(path))
+    except Missing:
+        raise DataError(_not_prepared(path)) from None
+    except (Damaged, BadFormat) as error:
+        raise DataError(f"data.args.path = {path!r}: {error}") from error
+
+
+def _not_prepared(path: str) -> str:
+    texts = len(text_files([path]))
+    if texts:
+        command = f"elastic data prepare {shlex.quote(path)} {shlex.quote(os.path.abspath(path) + '-tokens')}"
+        return f"data.args.path = {path!r} is a folder of text ({texts} files), no dataset; run `{command}` and set path to that"
+    return f"data.args.path = {path!r} holds no dataset; run `elastic data prepare FOLDER_OF_TEXT {shlex.quote(path)}`"

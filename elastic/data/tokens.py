@@ -10,18 +10,12 @@ rest is a document of the next sample.
 
 from __future__ import annotations
 
-import os
-import shlex
-
 import numpy as np
 import torch
 
-from elastic.data.show import encoder_of
-from elastic.data.sources import text_files
+from elastic.data.show import encoder_of, open_tokens
 from elastic.data.tokenizer import Encoder
 from elastic.errors import DataError
-from storage.datasets import TokenFiles
-from storage.errors import BadFormat, Damaged, Missing
 from storage.objects import ObjectStore
 
 
@@ -38,7 +32,7 @@ class TokenDataset:
         if not isinstance(documents, bool):
             raise DataError(f"data.args.documents = {documents!r} must be true or false")
         self.path, self.seq_len, self.documents = path, seq_len, documents
-        self._files = _open(path)
+        self._files = open_tokens(path)
         self.vocabulary = self._files.description.vocabulary
         """Size of the vocabulary: every token is smaller than this."""
         tokens = self._files.description.tokens
@@ -74,20 +68,3 @@ class TokenDataset:
     def fingerprint(self) -> str:
         """Returns a digest of all tokens, the sample length, and whether documents are told.  It does not depend on where the data lies."""
         return f"{self._files.description.fingerprint}/{self.seq_len}{'/documents' if self.documents else ''}"
-
-
-def _open(path: str) -> TokenFiles:
-    try:
-        return TokenFiles(ObjectStore.open(path))
-    except Missing:
-        raise DataError(_not_prepared(path)) from None
-    except (Damaged, BadFormat) as error:
-        raise DataError(f"data.args.path = {path!r}: {error}") from error
-
-
-def _not_prepared(path: str) -> str:
-    texts = len(text_files([path]))
-    if texts:
-        command = f"elastic data prepare {shlex.quote(path)} {shlex.quote(os.path.abspath(path) + '-tokens')}"
-        return f"data.args.path = {path!r} is a folder of text ({texts} files), no dataset; run `{command}` and set path to that"
-    return f"data.args.path = {path!r} holds no dataset; run `elastic data prepare FOLDER_OF_TEXT {shlex.quote(path)}`"

@@ -23,22 +23,31 @@ UNABLE = (EINVAL, EMLINK, ENOSYS, EOPNOTSUPP, EPERM)
 def check_bucket(job: Job) -> list[str]:
     """Tests the bucket, and returns what is to be said of it.
 
-    Raises :class:`JobError` for a URL whose package is missing, and for a folder that this user cannot write or whose file system cannot
-    hold objects; :class:`Unavailable`, with the setting, for a bucket that cannot be relied on.
+    Raises as :func:`open_bucket`; :class:`JobError` for a folder that this user cannot write or whose file system cannot hold objects; and
+    :class:`Unavailable`, with the setting, for a bucket that cannot be relied on.
     """
     named = f"bucket = {job.bucket!r}"
     try:
-        store = ObjectStore.open(job.bucket)
+        store = open_bucket(job)
         if store.local:
             return _check_folder(named, Path(store.url, job.name))
         late_s = check(store, job.name)
     except Unavailable as error:
-        if isinstance(error.__cause__, ImportError):
-            raise JobError(f"{named} needs a package: {error.__cause__}; install it on every node, or name another bucket") from error
         shown = error.object if "…" in error.object else job.bucket  # a URL that is no bucket's may have a secret in it
         raise Unavailable(f"bucket = {shown!r}: {error.object}", *error.args[1:]) from error
     late = f"{named} lists a new object only {late_s:.1f} s after it was written"
     return [f"{late}; each start waits until what was written before it is listed"] if late_s else []
+
+
+def open_bucket(job: Job) -> ObjectStore:
+    """Returns the bucket.  Raises :class:`JobError` for a URL whose package is missing."""
+    try:
+        return ObjectStore.open(job.bucket)
+    except Unavailable as error:
+        if isinstance(error.__cause__, ImportError):
+            fix = "install it on every node, or name another bucket"
+            raise JobError(f"bucket = {job.bucket!r} needs a package: {error.__cause__}; {fix}") from error
+        raise
 
 
 def _check_folder(named: str, there: Path) -> list[str]:

@@ -36,13 +36,11 @@ from elastic.runs.forks import Origin
 from elastic.runs.quarantine import held_in
 from elastic.runs.resume import Start
 from elastic.runs.run import Run
-from elastic.sinks.port import check_sink
 from elastic.sources import Sources, sources_of
 from elastic.state.heal import WEIGHTS
 from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
 from elastic.train import demands
-from elastic.train.bucket import check_bucket
 from elastic.train.counters import Counters
 from elastic.train.errands import check_samples
 from elastic.train.estimate import unnamed_policy
@@ -55,6 +53,7 @@ from storage.slices import Tensor
 
 DIVIDING = ("adamw", "adagrad", "rmsprop", "muon")
 """Optimizers of ours that divide by the root of a moment and ``optim.eps``."""
+
 UNTRACED = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError)
 """Errors of models that cannot run with tensors that have no values."""
 NO_ATTENTION = (
@@ -74,7 +73,8 @@ class Checked:
 
 
 def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_code: bool = False, start: Start | None = None) -> Checked:
-    """Checks all of the user's parts that can be checked before a worker starts.  It leaves nothing in the bucket.
+    """Checks all of the user's parts that can be checked before a worker starts, but for what :func:`~elastic.train.early.check_early`
+    does.  It leaves nothing in the bucket.
 
     Code that has changed since the run's last start is refused, unless ``accept_code`` says that the run may go on with it.  ``start`` says
     whether the run begins from a checkpoint of another one.
@@ -93,17 +93,14 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         session.close()
     check_rule(job, session.rule)
     _check_dataset(job, model, session)
-    for sink, args in job.metrics.sinks.items():
-        check_sink(sink, args)
     _check_layers(job, model)
     _check_eps(job, model)
-    said = check_bucket(job)
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
     lost = harmed.notes(run)
     data.check(run, build.data, int(build.samples))
     job = run.job
     by_the_rules_of(model, job)
-    notes = [*said, *lost, *unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
+    notes = [*lost, *unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")

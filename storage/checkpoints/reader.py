@@ -14,21 +14,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from blake3 import blake3
 
 from storage.background import begin
 from storage.checkpoints.cover import describe
 from storage.checkpoints.index import Index, cuts_of, grouped
 from storage.checkpoints.manifest import OLD_INDEX, Manifest, Stored
-from storage.checkpoints.old_index import from_parquet
 from storage.checkpoints.shards import ITEM_BYTES, Place, check_header, places_in
 from storage.documents import File, digest_of
 from storage.errors import Damaged, Incomplete, Missing, StorageError
 from storage.objects import ObjectStore
 from storage.slices import Slice, Tensor, Version
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FETCH_BYTES = 16 * 2**20
 AHEAD_BYTES = 2**29
@@ -58,6 +59,8 @@ class Reader:
         check_digest(name, raw, file.blake3)
         if not self._is_old:
             return Index.from_bytes(raw, name)
+        from storage.checkpoints.old_index import from_parquet  # it imports pyarrow
+
         for row in sorted(from_parquet(raw, name), key=place):
             self._old[row.file].append(row)
         cuts = ((file, cut) for file, rows in self._old.items() for cut in cuts_of((row.tensor, row.slice) for row in rows))
@@ -211,6 +214,8 @@ def check_digest(object: str, data: bytes | memoryview, expected: str) -> None:
 
 def _box(buffer: bytearray | memoryview, holder: Slice, part: Slice, item: int) -> np.ndarray[Any, Any]:
     """Returns a view of ``part`` in ``buffer``, which holds ``holder``.  Elements are opaque bytes, since numpy does not know bfloat16."""
+    import numpy as np  # who lists checkpoints needs none
+
     whole = np.frombuffer(buffer, dtype=f"V{item}").reshape(holder.shape)
     ranges = (slice(a - at, b - at) for a, b, at in zip(part.start, part.stop, holder.start, strict=True))
     index: tuple[Any, ...] = (*ranges, ...)

@@ -68,7 +68,8 @@ Part = dict[str, Any]
 @cache
 def _descriptions() -> Any:
     """Returns the loader of botocore's descriptions of services.  Stores share it: each would take a tenth of a second to read them."""
-    return AioSession().get_component("data_loader")
+    without_profile = {"profile": (None, None, None, None)}  # one that is not there is told by the first request
+    return AioSession(without_profile).get_component("data_loader")
 
 
 class S3(ObjectStore):

@@ -16,7 +16,8 @@ import torch
 
 from actors import cluster
 from actors.cli import main
-from actors.terminal import Screen, console
+from actors.screen import Screen
+from actors.terminal import console
 from elastic.config.sections import Workers
 from elastic.engine.loss import next_token
 from elastic.errors import PlatformGaveUp

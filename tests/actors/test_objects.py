@@ -27,7 +27,7 @@ STEPS = 14
 PROGRAM = f"""{CELL}
 import os, signal, sys
 from actors.living import attach
-from actors.terminal import Screen
+from actors.screen import Screen
 
 show = Screen().show
 from elastic import Job, launch

@@ -23,7 +23,7 @@ from actors.launch import start
 from actors.living import attach, coordinator_of, reap
 from actors.prints import Prints
 from actors.processes import clear, log_file, log_folder, make_log_folder, remove_logs
-from actors.terminal import Screen
+from actors.screen import Screen
 from actors.view import View
 from elastic.ids import WorkerId
 from elastic.job import Job

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from actors.cli import main
-from actors.cluster import connect
+from actors.cluster import check_gpus, connect
 from elastic.__main__ import main as entry
+from elastic.config.sections import Workers
 from elastic.errors import STOPPED, PlatformGaveUp
 from elastic.runs.run import Run
 from tests.support.job_file import to_toml
@@ -40,7 +41,7 @@ def said(shown: Shown) -> str:
         (["--model", "elastic.models.llama:build", "--model-args.x", "3"], "elastic: command line: model_args.x = 3: "),
         (["--model", "elastic.models.llama:build", "--model-args", "{x = 3}"], "elastic: command line: model_args.x = 3: "),
         (["--model", "elastic.models.llama:build", "--model-args.heads", "3"], "elastic: job.toml with --model-args.heads: model_args = {"),
-        (["--resume", "400"], "elastic: there is no run 'toy' in bucket = "),
+        (["--model", "elastic.models.llama:build", "--resume", "400"], "elastic: there is no run 'toy' in bucket = "),
     ],
 )
 def test_a_value_says_where_it_came_from(job: str, capsys: Shown, words: list[str], begins: str) -> None:
@@ -125,6 +126,42 @@ def test_a_cluster_that_does_not_answer_is_told_by_where_its_address_came_from(
     with pytest.raises(PlatformGaveUp, match=f"no Ray cluster answers at 127.0.0.1:9; correct {named}, or leave it out"):
         connect(address, tell=told.append)
     assert told == [], "none starts here"
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list that gets a word when a Ray cluster would start, which then fails.  This machine shows its processes no GPU."""
+    begun = list[str]()
+
+    def init(**options: object) -> None:
+        begun.append(str(options["address"]))
+        raise OSError("no processes here")
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return begun
+
+
+def test_what_this_machine_lacks_is_told_before_ray_starts(job: str, capsys: Shown, starts: list[str], tmp_path: Path) -> None:
+    """The GPUs and the interfaces of the workers, if they will be here; neither is asked for a run on another cluster."""
+    line = ["train", job, "--address", "local", "--model", "elastic.models.llama:build"]
+    assert main([*line, "--workers.gpus", "1"]) == 2
+    assert "workers.gpus = 1, but Ray sees no GPU on this machine: train on a cluster (--address), or set workers.gpus = 0" in said(capsys)
+    assert main([*line, "--network.interface", "eth77"]) == 1
+    assert "network.interface = 'eth77' does not exist on this node" in said(capsys)
+    assert starts == [] and not (tmp_path / "bucket").exists()
+    check_gpus(Workers(min=2, max=2))
+
+
+def test_a_run_that_has_finished_says_so_without_ray(job: str, capsys: Shown, starts: list[str]) -> None:
+    """The control: a run that has not begun would start Ray."""
+    line = ["train", job, "--model", "elastic.models.llama:build", "--steps"]
+    assert main([*line, "2", "--local"]) == 0
+    capsys.readouterr()
+    assert main([*line, "2", "--address", "local"]) == 0
+    assert said(capsys) == "Finished at step 2 of 2: finished: step 2 is in the bucket" and starts == []
+    assert main([*line, "2", "--address", "local", "--name", "other"]) == 2 and starts == ["local"]
 
 
 def test_ctrl_c_before_a_command_has_begun_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

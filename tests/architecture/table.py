@@ -284,6 +284,7 @@ SEAM = "elastic/engine/world.py"
 
 ENVIRONMENT = {
     "actors/cluster.py": "Ray's own variables, before it starts",
+    "actors/submitted.py": "Ray's own variable, by which a command knows that it was submitted",
     "elastic/train/session.py": "cuBLAS demands one for deterministic kernels",
     "elastic/train/machine/compilers.py": "torch's compiler and Triton are told by one each where to keep what they make",
     "elastic/train/machine/interface.py": "NCCL and gloo are told by one which interface to use",

@@ -30,6 +30,30 @@ batch_ramp = { start = 4, increment = 4, samples = 100 }
 spikes = { action = "skip", microbatch_z = 3.0 }
 """
 
+ON = """
+name = "a"
+bucket = "/b"
+[validation]
+every = 50
+by = "spares"
+samples = 7
+dataset = "tests.support.toys:Sums"
+args = { path = "held-out" }
+[samples]
+every = 50
+prompts = ["a"]
+tokens = 3
+temperature = 0.5
+seed = 4
+[checkpoint]
+keep_last = 2
+keep_every = 100
+keep_best = true
+keep_younger = "1h"
+[workers]
+spares = 1
+"""
+
 
 def job(**settings: Any) -> Job:
     return Job(**{"name": "run", "bucket": "/bucket", **settings})
@@ -172,15 +196,28 @@ def test_a_number_that_is_refused_names_its_setting(tmp_path: Path, name: str, v
         assert [line for line in str(error).splitlines() if not any(each in line for each in own)] == []
 
 
-def test_a_validation_that_is_turned_off_names_itself(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(TOGETHER)
-    with pytest.raises(JobError) as refused:
-        Job.load(tmp_path / "job.toml", ["--validation.every", "0"])
-    first, second = str(refused.value).splitlines()
-    assert first.startswith(
-        "job.toml with --validation.every: validation.every = 0 measures nothing, so validation.samples = 7 has no effect; "
-    )
-    assert second.startswith("job.toml with --validation.every: checkpoint.keep_best = true with validation.every = 0: ")
+@pytest.mark.parametrize(
+    ("option", "idle"),
+    [
+        ("--validation.every", ["validation.by", "validation.samples", "validation.dataset", "validation.args", "checkpoint.keep_best"]),
+        ("--samples.every", ["samples.prompts", "samples.tokens", "samples.temperature", "samples.seed"]),
+        ("--checkpoint.keep-last", ["checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.keep_younger"]),
+    ],
+)
+def test_one_option_turns_something_off(tmp_path: Path, option: str, idle: list[str]) -> None:
+    """The rest of its section is told as notes.  The control: who has left it out, and not turned it off, has made a mistake."""
+    (tmp_path / "job.toml").write_text(ON)
+    whole = Job.load(tmp_path / "job.toml")
+    assert not any("while" in each for each in whole.warnings())
+    job = Job.load(tmp_path / "job.toml", [option, "0"])
+    assert [each.partition(" = ")[0] for each in job.warnings()] == idle
+    assert Job.from_json(job.to_json()) == job and job.digest == whole.digest
+    section, name = option.removeprefix("--").replace("-", "_").split(".")
+    before, there, after = ON.partition(f"[{section}]")
+    line = next(line for line in after.splitlines() if line.startswith(name))
+    (tmp_path / "job.toml").write_text(f"{before}{there}{after.replace(line, '', 1)}")
+    with pytest.raises(JobError, match=f"{section}.*{name} = 0"):
+        Job.load(tmp_path / "job.toml")
 
 
 def test_a_validation_that_is_turned_off_names_all_that_must_go_with_it() -> None:

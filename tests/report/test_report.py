@@ -24,9 +24,9 @@ from elastic.report.page.html import html_of
 from elastic.report.page.model import Branch, Checkpoint, Facts
 from elastic.report.page.series import Columns, buckets, log_ticks, smoothed, ticks
 from elastic.report.page.tables import KEPT
-from elastic.report.page.words import duration, percent, shown
 from elastic.report.recoveries import Recovery
 from elastic.report.timeline import FORMED, LOST, Moment, Save, Timeline, World
+from elastic.report.words import duration, percent, shown
 from elastic.runs.run import Run
 from elastic.train.local import run_local
 from storage import journal

@@ -15,7 +15,7 @@ from actors.cli import main
 from actors.launch import launch, lines_of
 from actors.report_command import facts_of
 from actors.run_commands import Absent
-from actors.terminal import Screen
+from actors.screen import Screen
 from actors.view import View
 from elastic.control.skips import Skips
 from elastic.engine.spikes import Spikes, tensors_of

@@ -29,8 +29,8 @@ from elastic.runs import metrics, owed, resume
 from elastic.runs.metrics import Following, places, rows_of, store_rows, stored
 from elastic.runs.owed import Debt
 from elastic.runs.run import Run
+from elastic.train.early import check_early
 from elastic.train.local import run_local
-from elastic.train.preflight import preflight
 from storage.journal import Journal
 from storage.objects import ObjectStore
 from tests.control.play import Play, reformed, stepping
@@ -430,7 +430,7 @@ def test_l2_a_sink_that_is_not_there_is_refused_before_any_worker_starts(tmp_pat
     """L2: with a sentence that names the setting.  The control is the same job with a sink that is there."""
     job = toy_job(tmp_path, metrics={"sinks": {"tests.support.sinks:Tabel": {"path": "steps.db"}}})
     with pytest.raises(JobError, match=r"metrics\.sinks = 'tests\.support\.sinks:Tabel': .* did you mean 'tests\.support\.sinks:Table'"):
-        preflight(job, local=True)
-    preflight(toy_job(tmp_path, metrics={"sinks": {"tests.support.sinks:Table": {"path": "steps.db"}}}), local=True)
+        check_early(job)
+    check_early(toy_job(tmp_path, metrics={"sinks": {"tests.support.sinks:Table": {"path": "steps.db"}}}))
     with pytest.raises(JobError, match=r"metrics\.sinks"):
         toy_job(tmp_path, metrics={"sinks": {"no code": {}}})

@@ -457,7 +457,7 @@ def test_ls_says_what_keeps_a_checkpoint(ended: Callable[..., tuple[Run, list[st
 )
 def test_rules_that_cannot_work_are_refused(checkpoint: dict[str, object], validated: int, said: str) -> None:
     with pytest.raises(JobError, match=said):
-        toy_job("/bucket", checkpoint=checkpoint, validation={"every": validated})
+        toy_job("/bucket", checkpoint=checkpoint, validation={"every": validated} if validated else {})
     good = toy_job(
         "/bucket",
         checkpoint={"save_every": 50, "keep_last": 2, "keep_every": 500, "keep_best": True, "keep_younger": "1.5h"},

@@ -13,7 +13,7 @@ import pytest
 
 from actors.cli import main
 from elastic.runs.run import Run
-from elastic.train.preflight import preflight
+from elastic.train.bucket import check_bucket
 from storage.datasets import Coding, write_dataset
 from storage.errors import Unavailable
 from storage.objects import ObjectStore
@@ -88,10 +88,10 @@ def test_a_job_is_checked_before_anything_starts(unruly: Unruly, moto_bucket: S3
     store = below(moto_bucket)
     job = toy_job(store.url, name="checked")
     with pytest.raises(Unavailable, match="does not keep what a run relies on"):
-        preflight(job)
+        check_bucket(job)
     assert store.list() == []
     unruly.behave()
-    preflight(job)
+    check_bucket(job)
     assert store.list() == []
 
 

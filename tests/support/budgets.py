@@ -58,7 +58,7 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/support": Budget(processes=18, why="how processes end is seen of real ones"),
     "tests/test_clusters.py": Budget(processes=5, why="the shell reads the lines of the page of clusters"),
     "tests/test_frame.py": Budget(processes=6, why="the package is built and imported elsewhere"),
-    "tests/test_imports.py": Budget(processes=6, why="imports of a process that has imported nothing"),
+    "tests/test_imports.py": Budget(processes=7, why="imports of a process that has imported nothing"),
     "tests/test_log_folder.py": Budget(processes=4, why="a folder of logs that another process writes"),
     "tests/test_objects.py": Budget(processes=2, why="fingerprints are the same in every process"),
     "tests/test_prepared.py": Budget(processes=2, why="what a worker imports before it joins"),

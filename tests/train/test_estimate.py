@@ -157,6 +157,10 @@ def test_a_job_file_is_told_with_what_auto_takes(tmp_path: Path, capsys: pytest.
     for device_gb, policy in (("0.00385", "block"), ("0.0051", "selective"), ("0.0070", "none")):
         line = said(capsys, file, "--workers.device-gb", device_gb)
         assert f"recompute = '{policy}': 2 or more workers" in line and "if 2 of 8 workers share the state" in line
+        assert "workers that must share the state" in line
+    line = said(capsys, file)
+    assert "more while a microbatch is computed" in line and "name that, say --workers.device-gb 80" in line
+    assert "workers that must share the state" not in line and "not known" not in line, "what nobody knows has no column"
 
 
 def test_what_a_microbatch_takes_is_told_for_what_auto_tries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from elastic.report.page.plots import best_validation, charts_of, first, through
 from elastic.report.page.series import GRADIENT, LOSS, SPIKE
 from elastic.report.page.spent import shares_of, shares_told, shares_useful
 from elastic.report.page.tables import tables_of
-from elastic.report.page.words import clipped, counted, duration, percent, shown, size_text, when
+from elastic.report.words import clipped, counted, duration, percent, shown, size_text, when
 
 LONG_TEXT = 6000
 """Largest number of characters of the traceback that ended a run."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from elastic.report.page.look import SCRIPT, STYLE
 from elastic.report.page.model import Chart, Lane, Line, Page, Share, Table
 from elastic.report.page.series import Bucket, log_ticks, ticks, unbroken
-from elastic.report.page.words import duration, percent, shown
+from elastic.report.words import duration, percent, shown
 
 WIDTH, HEIGHT = 1000.0, 300.0
 """The size of a plot in units of its SVG."""

@@ -11,8 +11,8 @@ from elastic.ids import Version
 from elastic.report.best import Best, Loss, best, over_fit
 from elastic.report.page.model import Chart, Facts, Lane, Line, Mark
 from elastic.report.page.series import GRADIENT, LOSS, SPIKE, Bucket, Columns, buckets, sampled, smoothed
-from elastic.report.page.words import TEXT, clipped, counted, shown
 from elastic.report.timeline import BRANCH, COORDINATOR, ENDED, FORMED, LEFT_OUT, LOST, SAVED, SKIPPED, STARTED, Moment
+from elastic.report.words import TEXT, clipped, counted, shown
 
 MARKS = 240
 """Largest number of marks of a lane; moments closer together share one."""

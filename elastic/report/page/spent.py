@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from elastic.report.page.model import Share
 from elastic.report.page.series import Columns
-from elastic.report.page.words import duration
 from elastic.report.recoveries import Recovery
 from elastic.report.timeline import AWAY, ENDED, Timeline
+from elastic.report.words import duration
 
 PHASES = ("decide", "abort", "form", "heal", "go", "step")
 """The phases of a recovery, in order: see :mod:`elastic.report.recoveries`."""

@@ -7,8 +7,8 @@ from itertools import islice
 
 from elastic.report.page.model import Branch, Facts, Table
 from elastic.report.page.spent import PHASES, phases_of
-from elastic.report.page.words import clipped, size_text, when
 from elastic.report.timeline import Timeline
+from elastic.report.words import clipped, size_text, when
 
 ROWS = 200
 """Largest number of rows of a table, the newest or the most important."""

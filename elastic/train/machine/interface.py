@@ -22,8 +22,24 @@ DEVICES = Path("/sys/class/net")
 def choose(wanted: str, address: str, *, gpu: bool = False) -> None:
     """Sets the interface of this process's sockets: the job's, else the one in the environment, else the one that has ``address``.
 
-    Raises :class:`JobError` if this machine does not have the interface that the job names, or that the environment names for the library
-    that a worker uses: NCCL with a ``gpu``, else gloo.
+    Raises as :func:`check`.
+    """
+    check(wanted, gpu=gpu)
+    found = interface_of(address) if wanted == "auto" else wanted
+    for variable in SOCKETS:
+        if wanted != "auto":
+            os.environ[variable] = wanted
+        elif found:
+            os.environ.setdefault(variable, found)
+    if address:
+        print(f"sockets use interface {interface() or 'that the libraries choose'}; other nodes reach this one at {address}", flush=True)
+    if wanted == "auto" and (better := faster_than(interface())):
+        print(f"{better}: where every node has it, set network.interface = {better.split()[0]!r}", flush=True)
+
+
+def check(wanted: str, *, gpu: bool) -> None:
+    """Raises :class:`JobError` if this machine does not have the interface that the job names, or that the environment names for the
+    library that a worker uses: NCCL with a ``gpu``, else gloo.
     """
     there = [name for _, name in socket.if_nameindex()]
     if wanted != "auto" and wanted not in there:
@@ -36,16 +52,6 @@ def choose(wanted: str, address: str, *, gpu: bool = False) -> None:
             f"the environment variable {SOCKETS[gpu]} = {value!r} names no network interface of this node, which has {', '.join(there)}; "
             f"correct it, unset it, or set network.interface"
         )
-    found = interface_of(address) if wanted == "auto" else wanted
-    for variable in SOCKETS:
-        if wanted != "auto":
-            os.environ[variable] = wanted
-        elif found:
-            os.environ.setdefault(variable, found)
-    if address:
-        print(f"sockets use interface {interface() or 'that the libraries choose'}; other nodes reach this one at {address}", flush=True)
-    if wanted == "auto" and (better := faster_than(interface())):
-        print(f"{better}: where every node has it, set network.interface = {better.split()[0]!r}", flush=True)
 
 
 def _gloo_finds(value: str, there: Sequence[str]) -> bool:

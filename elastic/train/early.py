@@ -1,0 +1,31 @@
+"""Checks a job as far as that needs no torch, whose import takes seconds: its code, tokens and sinks are there, and its bucket works."""
+
+from __future__ import annotations
+
+from elastic.config.sections import TOKENS
+from elastic.imports import check_name
+from elastic.job import Job
+from elastic.sinks.port import check_sink
+from elastic.train.bucket import check_bucket, open_bucket
+from elastic.train.machine import interface
+
+
+def check_early(job: Job, *, here: bool = False) -> None:
+    """Raises :class:`~elastic.errors.JobError`, or as :func:`~elastic.train.bucket.check_bucket`.
+
+    ``here`` says that all workers will be on this machine.
+    """
+    if here:
+        interface.check(job.network.interface, gpu=bool(job.workers.gpus))
+    for setting, path in job.named_code().items():
+        if setting != "validation.dataset" or job.validation.every:
+            check_name(path, setting)
+    if open_bucket(job).local:  # at no cost
+        check_bucket(job)
+    for sink, args in job.metrics.sinks.items():
+        check_sink(sink, args)
+    folder = job.data.args.get("path")
+    if job.data.dataset == TOKENS and isinstance(folder, str):
+        from elastic.data.show import open_tokens  # it imports numpy and pyarrow
+
+        open_tokens(folder)

@@ -71,7 +71,7 @@ def tracking(model: nn.Module, table: ShardingTable, job: Job) -> dict[str, _Bat
                 f"{name!r} of {job.model!r} keeps running statistics, which would count a microbatch that is left out of its step: "
                 f"spikes.microbatch_z = {job.spikes.microbatch_z:g}; set it to 0, or give the norm track_running_stats=False"
             )
-        if job.compile and job.recompute not in ("none", "auto") and any(name.startswith(f"{block}.") for block in table.blocks):
+        if job.compile and job.recompute not in ("none", "auto") and table.block_of(name):
             raise ModelError(
                 f"{name!r} of {job.model!r} keeps running statistics, which a compiled block cannot do if it is also computed again: "
                 f"compile = true, recompute = {job.recompute!r}; set recompute = 'none' or compile = false"

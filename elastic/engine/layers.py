@@ -35,7 +35,7 @@ class Layers:
         table, places = sharding_table(model), dict[str, list[int]]()
         trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
         for place, name in enumerate(trained):
-            places.setdefault(_layer_of(name, frozenset(table.blocks)), []).append(place)
+            places.setdefault(table.block_of(name) or name.rpartition(".")[0] or name, []).append(place)
         return Layers(places, tuple(block for block in table.blocks if block in places))
 
     def recorded(self, squares: Sequence[float], scale: float, *, finite: bool) -> LayerSquares:
@@ -58,9 +58,3 @@ class Layers:
         names = tuple(strange)
         blocks = [block for block in self.blocks if block in names]
         return (blocks if blocks and blocks[-1] != self.blocks[-1] else [*names] or [""])[-1]
-
-
-def _layer_of(parameter: str, blocks: frozenset[str]) -> str:
-    words = parameter.split(".")
-    paths = (".".join(words[:length]) for length in range(1, len(words)))
-    return next((path for path in paths if path in blocks), ".".join(words[:-1]) or parameter)

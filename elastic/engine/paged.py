@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -78,7 +79,6 @@ class _Page:
     kept: set[tuple[str, int]] = field(default_factory=set)
     """Names, and identities of the tensors, under which the present values were kept."""
     aside: torch.UntypedStorage | None = None
-    lasting: bool = False
 
 
 Order = Sequence[tuple[str, torch.Size]]
@@ -267,8 +267,10 @@ class Pages(TorchDispatchMode):
         self.peak = 0
         self.registered = 0
         self.pages: dict[int, _Page] = {}
-        self.live: dict[int, _Page] = {}
-        """The pages in memory; the one that was touched last comes last."""
+        self.live = OrderedDict[int, _Page]()
+        """The pages in memory that may leave; the one that was touched last comes last."""
+        self.there = 0
+        """Bytes of all pages in memory, also of those that stay."""
         self.name_of: dict[int, str] = {}
         """The name of a registered tensor, by its identity."""
         self.empty: dict[int, StorageWeakRef] = {}
@@ -342,7 +344,8 @@ class Pages(TorchDispatchMode):
         if found is None and tensor.device.type != "meta" and storage.nbytes() and storage.resizable():
             found = _Page(len(self.pages), storage, storage.nbytes(), written=storage._cdata not in self.empty)
             self.pages[storage._cdata] = self.live[storage._cdata] = found
-            self._make_room([found], 0)
+            self._arrived(found.size)
+            self._make_room(1, 0)
         return found
 
     # ---- what the code does
@@ -355,7 +358,6 @@ class Pages(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not self.busy and func._schema.name in EMPTY:
             with self.own():
-                self.empty = {key: each for key, each in self.empty.items() if not each.expired()}
                 self.empty[result.untyped_storage()._cdata] = StorageWeakRef(result.untyped_storage())
         return result
 
@@ -393,7 +395,7 @@ class Pages(TorchDispatchMode):
         page = self.pages.get(torch.Tensor.untyped_storage(tensor)._cdata)
         if page is not None:
             self._touch([page])
-            page.lasting = True
+            self.live.pop(page.storage._cdata, None)
             if self.again:
                 raise _Lost
 
@@ -408,17 +410,18 @@ class Pages(TorchDispatchMode):
 
     def _bring(self, pages: Sequence[_Page]) -> None:
         """Brings ``pages`` into memory, with the values that were laid aside."""
-        absent = [page for page in pages if page.storage._cdata not in self.live]
-        self._make_room(pages, sum(page.size for page in absent))
+        touched = [page.storage._cdata for page in pages if page.storage._cdata in self.live]
+        for key in touched:
+            self.live.move_to_end(key)
+        absent = [page for page in pages if not page.storage.nbytes()]
+        self._make_room(len(touched), sum(page.size for page in absent))
         for page in absent:
             page.storage.resize_(page.size)
             if page.aside is not None:
                 page.storage.copy_(page.aside, non_blocking=False)
                 page.aside, page.values = None, True
-        for page in pages:
-            self.live.pop(page.storage._cdata, None)
             self.live[page.storage._cdata] = page
-        self.peak = max(self.peak, sum(page.size for page in self.live.values()))
+            self._arrived(page.size)
 
     def _touch(self, pages: Sequence[_Page], overwritten: _Page | None = None) -> None:
         """Prepares for an operation that reads and writes ``pages``.  Values that are gone are lost, unless the page is ``overwritten``."""
@@ -429,16 +432,17 @@ class Pages(TorchDispatchMode):
             page.values = page.written = True
             page.kept.clear()
 
-    def _make_room(self, touched: Sequence[_Page], coming: int) -> None:
-        """Lets pages leave, those first that were not touched for the longest time, until the rest is small or is but one."""
-        there = sum(page.size for page in self.live.values()) + coming
-        self.peak = max(self.peak, there - coming)
-        others = [page for page in self.live.values() if not page.lasting and not any(page is each for each in touched)]
-        for page in others[:-1]:
-            if there <= self.resident:
-                return
-            self._leave(page)
-            there -= page.size
+    def _arrived(self, size: int) -> None:
+        self.there += size
+        self.peak = max(self.peak, self.there)
+
+    def _make_room(self, touched: int, coming: int) -> None:
+        """Lets pages leave, those first that were not touched for the longest time, until the rest is small or is but one.
+
+        The last ``touched`` pages of ``live`` are in use.
+        """
+        while self.there + coming > self.resident and len(self.live) > touched + 1:
+            self._leave(next(iter(self.live.values())))
 
     def _leave(self, page: _Page) -> None:
         if page.values and page.written:
@@ -446,8 +450,6 @@ class Pages(TorchDispatchMode):
                 if tensor.untyped_storage()._cdata == page.storage._cdata:
                     self.keep(name, tensor.detach())
                     page.kept.add((name, id(tensor)))
-        if page.lasting:
-            return
         if page.values and page.written:
             if self.everything or (page.number, page.visit) in self.needed:
                 self.lay(next((name for name, _ in page.tensors), "a tensor that is no part of the model in the end"), page.size)
@@ -455,4 +457,5 @@ class Pages(TorchDispatchMode):
             page.visit += 1
         page.values = False
         page.storage.resize_(0)
+        self.there -= page.size
         del self.live[page.storage._cdata]

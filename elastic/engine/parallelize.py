@@ -173,8 +173,8 @@ def _called(name: str, container: nn.Module) -> Iterator[str]:
 
 def matrices_of(model: nn.Module) -> frozenset[str]:
     """Returns the names of the weights with two dimensions inside the blocks."""
-    blocks = tuple(f"{name}." for name in sharding_table(model).blocks)
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() == 2 and name.startswith(blocks))
+    table = sharding_table(model)
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() == 2 and table.block_of(name))
 
 
 def shared_across(model: nn.Module) -> tuple[str, str] | None:
@@ -210,10 +210,9 @@ def unlike_within(model: nn.Module) -> tuple[str, str] | None:
 
 def _units(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     """Yields each parameter by each of its names, after the block that has it there; "" is the rest of the model."""
-    blocks = frozenset(sharding_table(model).blocks)
+    table = sharding_table(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        parts = name.split(".")
-        yield next((unit for end in range(1, len(parts)) if (unit := ".".join(parts[:end])) in blocks), ""), name, parameter
+        yield table.block_of(name), name, parameter
 
 
 def aliases_of(model: nn.Module) -> list[list[tuple[str, str]]]:

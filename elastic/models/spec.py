@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 
@@ -13,6 +15,15 @@ class ShardingTable:
     """``blocks`` holds the dotted names of the modules that are wrapped, gathered and freed one at a time, in forward order."""
 
     blocks: tuple[str, ...]
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.blocks)
+
+    def block_of(self, parameter: str) -> str:
+        """Returns the outermost block that has the parameter or module of this name in it; "" if that is outside of the blocks."""
+        words = parameter.split(".")
+        return next((path for path in accumulate(words[:-1], "{}.{}".format) if path in self._names), "")
 
 
 def each_once(model: Any, names: Iterable[str]) -> list[Any]:

@@ -438,9 +438,9 @@ def _not_in_fp8(job: Job, model: nn.Module) -> list[str]:
     if PRECISIONS[job.precision].fp8 is None:
         return []
     table = sharding_table(model)
-    inside, fp8 = tuple(f"{name}." for name in table.blocks), {id(layer.weight) for layer in layers_of(model, table)}
+    fp8 = {id(layer.weight) for layer in layers_of(model, table)}
     looked_up = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    weights = [(name, value) for name, value in model.named_parameters() if name.startswith(inside) and value.dim() > 1]
+    weights = [(name, value) for name, value in model.named_parameters() if table.block_of(name) and value.dim() > 1]
     others = {name: value.numel() for name, value in weights if id(value) not in fp8 | looked_up}
     if not others:
         return []

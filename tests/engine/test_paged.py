@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -18,6 +19,7 @@ from elastic.engine.paged import PASSES, Pages, initialise
 from elastic.errors import JobError, ModelError
 from elastic.models.llama import build
 from tests.support.initialised import Odd, Widest, plain
+from tests.support.opcodes import opcodes
 from tests.support.toys import Own
 
 CPU = torch.device("cpu")
@@ -142,6 +144,13 @@ def test_a_process_takes_no_more_memory_than_that() -> None:
         for how in ("paged", "plain")
     }
     assert mib["plain"] - mib["paged"] > 13 * 36, mib
+
+
+@pytest.mark.parametrize("resident", [WHOLE, 20_000, 0], ids=["all", "some", "one"])
+def test_the_work_grows_as_the_number_of_tensors_does(resident: int) -> None:
+    """Also where many pages are in memory; a loop over them in each operation would be 16 times the work for 4 times the tensors."""
+    few, many = (opcodes(partial(paged, partial(Deep, layers, 8), 7, resident)) for layers in (100, 400))
+    assert few < many < 4.5 * few
 
 
 # ---- code that cannot be run page by page, or at all

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.data.loader import LOOKED_AT
@@ -23,6 +24,10 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.llama import build
+from elastic.models.spec import ShardingTable
+from elastic.train.local import run_local
+from elastic.train.preflight import preflight
+from tests.support.opcodes import opcodes
 from tests.support.segments import member
 from tests.support.toys import Sums, toy_job
 
@@ -161,3 +166,56 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, r
     hooked = of_a_microbatch(few, more)
     assert hooked.operators == each.operators + parameters
     assert hooked.calls >= each.calls + parameters - 1
+
+
+# ---- many tensors
+
+
+class Gone(tuple[str, ...]):
+    """Names that count how many of them were gone through."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[str]:
+        Gone.count += len(self)
+        return super().__iter__()
+
+
+class Many(nn.Module):
+    """A model of many small blocks, each with two tensors."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
+        self.head = nn.Linear(4, 29)
+
+    def sharding(self) -> ShardingTable:
+        return ShardingTable(Gone(f"layers.{number}" for number in range(len(self.layers))))
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_the_work_from_the_command_to_a_save_grows_as_the_number_of_tensors_does(tmp_path: Path) -> None:
+    """The checks, the comparison with plain torch, the initialisation, two steps and a save.
+
+    From each size to the next there are 4 times the tensors.  A loop over all of them for each one would be 16 times the work.
+    """
+    work, gone = list[int](), list[int]()
+    for blocks in (20, 80, 320):
+        sizes = {"model": f"{__name__}:Many", "model_args": {"blocks": blocks}, "steps": 2, "global_batch": 4}
+        job = toy_job(tmp_path / str(blocks), **sizes, optim={"kind": "muon", "lr": 1e-2}, schedule={"warmup_steps": 0})
+        Gone.count = 0
+        work.append(opcodes(partial(preflight, job, local=True)) + opcodes(partial(run_local, job, lambda line: None)))
+        gone.append(Gone.count)
+    for counts in (work, gone):
+        few, some, many = counts
+        assert 0 < some - few < many - some < 4.5 * (some - few), counts

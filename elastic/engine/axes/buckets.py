@@ -6,7 +6,7 @@ A large block keeps a network busy by itself.  Many small ones spend their time 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,20 +29,26 @@ def buckets_of(model: nn.Module, table: ShardingTable, most: int) -> list[Bucket
     A bucket has at most ``most`` elements, or one block.  Only blocks whose parameters have the same dtypes are joined, because a bucket
     is summed in the widest of them.
     """
-    rest, found, joined = dict(model.named_parameters()), list[Bucket](), set[torch.dtype]()
+    owns: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        owns.setdefault(table.block_of(name), {})[name] = parameter
+    rest, groups, elements, joined = owns.pop("", {}), list[list[tuple[str, dict[str, nn.Parameter]]]](), 0, set[torch.dtype]()
     for block in reversed(table.blocks):
-        own = {name: rest.pop(name) for name in [*rest] if name.startswith(f"{block}.")}
-        if not own:
+        if not (own := owns.pop(block, {})):
             continue
-        dtypes, elements = {parameter.dtype for parameter in own.values()}, sum(parameter.numel() for parameter in own.values())
-        if found and found[-1].elements + elements <= most and dtypes == joined:
-            last = found[-1]
-            found[-1] = Bucket((block, *last.blocks), (*own, *last.parameters), last.elements + elements)
-        else:
-            found.append(Bucket((block,), tuple(own), elements))
-        joined = dtypes
-    found.append(Bucket((), tuple(rest), sum(parameter.numel() for parameter in rest.values())))
-    return [bucket for bucket in found if bucket.parameters]
+        dtypes, more = {parameter.dtype for parameter in own.values()}, sum(parameter.numel() for parameter in own.values())
+        if not groups or elements + more > most or dtypes != joined:
+            groups.append([])
+            elements, joined = 0, dtypes
+        groups[-1].append((block, own))
+        elements += more
+    found = [_bucket([block for block, _ in reversed(group)], [own for _, own in reversed(group)]) for group in groups]
+    return [bucket for bucket in (*found, _bucket([], [rest])) if bucket.parameters]
+
+
+def _bucket(blocks: Sequence[str], owns: Sequence[Mapping[str, nn.Parameter]]) -> Bucket:
+    parameters = {name: parameter for own in owns for name, parameter in own.items()}
+    return Bucket(tuple(blocks), tuple(parameters), sum(parameter.numel() for parameter in parameters.values()))
 
 
 def described(buckets: Sequence[Bucket]) -> str:

@@ -47,11 +47,13 @@ class Data(Part):
     """The samples."""
 
     dataset: Branch[Code] = TOKENS
-    """The class of the dataset, as ``pkg.module:Class``, or in Python the class itself.  It has ``len()``, ``read(ids)`` and
-    ``fingerprint()``.
+    """The class of the dataset, or a function that returns it, or the dataset, as ``pkg.module:name``; in Python also the thing itself.
+    It has ``len()``, ``read(ids)`` and ``fingerprint()``, or rows by index as datasets of torch and Hugging Face.
     """
     args: Free[dict[str, JsonValue]] = {}
-    """Arguments of that class.  Data may be moved: a run remembers only the fingerprint of its samples, and refuses other samples."""
+    """Arguments of that class or function.  Data may be moved: a run remembers only the fingerprint of its samples, and refuses other
+    samples.
+    """
     sampling: Branch[Literal["permutation", "with_replacement"]] = "permutation"
     """Order of the samples: ``permutation`` draws each once in an epoch, ``with_replacement`` draws each time from all."""
     weights: Branch[tuple[Annotated[Number, Field(ge=0)], ...]] = ()

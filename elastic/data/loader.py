@@ -193,8 +193,9 @@ class Loader:
         if not self.draws:
             self.draws = True
             print(
-                f"{self.named}: read() draws from the default generators of torch, Python or numpy, or seeds them, as the model does: it "
-                f"is called when samples are needed, and not ahead; a generator of its own (torch.Generator().manual_seed(id)) is faster",
+                f"{self.named}: {_maker(self.dataset)[0]} draws from the default generators of torch, Python or numpy, or seeds them, as "
+                f"the model does: it is called when samples are needed, and not ahead; a generator of its own "
+                f"(torch.Generator().manual_seed(id)) is faster",
                 flush=True,
             )
 
@@ -233,14 +234,7 @@ class Loader:
         return self.cursor.microbatch_ids(step, index, self.microbatch)
 
     def _read(self, ids: Ids) -> Batch:
-        try:
-            batch = self.dataset.read(ids)
-        except Unavailable:  # a store that does not answer, after all retries, is a fault of the platform and not of the job
-            raise
-        except Exception as error:  # the user's dataset may raise anything; without this nobody would see for which samples
-            raise DataError(f"{self.named}: samples {list(ids)} cannot be read: {failure(error)}") from error
-        own = {name: value.clone() for name, value in _checked(batch, ids, self.named).items()}  # the dataset may use its memory again
-        return self._known(own, ids)
+        return self._known(batch_of(self.dataset, ids, self.named), ids)
 
     def _known(self, batch: Batch, ids: Ids) -> Batch:
         """Raises :class:`DataError` if the model does not know a token of ``batch``: a GPU would end the process, and name nothing."""
@@ -255,8 +249,27 @@ class Loader:
         )
 
 
-def _checked(batch: object, ids: Ids, named: str) -> Batch:
-    """Returns what ``read(ids)`` returned.  Raises :class:`DataError` unless it has a row of each tensor for each id."""
+def batch_of(dataset: Dataset, ids: Ids, named: str) -> Batch:
+    """Returns a copy of what ``dataset.read(ids)`` returned, since the dataset may use its memory again.
+
+    Raises :class:`DataError` if it fails, or unless it has a row of each tensor for each id; and :class:`Unavailable`.
+    """
+    try:
+        batch = dataset.read(ids)
+    except Unavailable:  # a store that does not answer, after all retries, is a fault of the platform and not of the job
+        raise
+    except Exception as error:  # the user's dataset may raise anything; without this nobody would see for which samples
+        raise DataError(f"{named}: samples {list(ids)} cannot be read: {failure(error)}") from error
+    return {name: value.clone() for name, value in _checked(batch, ids, named, *_maker(dataset)).items()}
+
+
+def _maker(dataset: Dataset) -> tuple[str, str]:
+    """Returns what makes the batches of ``dataset``, and how to mend one that is none, for errors."""
+    return getattr(dataset, "made_by", ("read()", ""))
+
+
+def _checked(batch: object, ids: Ids, named: str, maker: str, mend: str) -> Batch:
+    """Returns ``batch``.  Raises :class:`DataError` unless it has a row of each tensor for each id."""
     came = None
     if not isinstance(batch, Mapping):
         came = f"a {type(batch).__name__}"
@@ -271,6 +284,6 @@ def _checked(batch: object, ids: Ids, named: str) -> Batch:
     if came is None:
         return batch  # type: ignore[return-value]
     raise DataError(
-        f"{named}: read() returned {came} for the {len(ids)} ids {list(ids)}; "
-        f"it must return a dictionary of tensors of shape [{len(ids)}, ...], with one row for each id"
+        f"{named}: {maker} returned {came} for the {len(ids)} ids {list(ids)}; "
+        f"it must return a dictionary of tensors of shape [{len(ids)}, ...], with one row for each id{mend and f': {mend}'}"
     )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from elastic.data.loader import Batch, Dataset, Ids
+from elastic.data.rows import dataset_of
 from elastic.errors import DataError
 from elastic.imports import load, unknown_argument
 
@@ -94,13 +95,10 @@ def _opened(number: int, part: object) -> Dataset:
     kind, args = (part.get(name, value) for name, value in PART.items())
     named = f"data.args.parts[{number}]"
     try:
-        made: Dataset = (code := load(kind, f"{named}.dataset"))(**args)
+        return dataset_of(code := load(kind, f"{named}.dataset"), args, f"{named}.dataset = {kind!r}")
     except DataError as error:
-        raise DataError(f"{named}: {error}") from error
+        raise DataError(str(error) if str(error).startswith(named) else f"{named}: {error}") from error
     except TypeError as error:
         if sentence := unknown_argument(f"{named}.args", f"{named}.dataset = {kind!r}", code, args, error):
             raise DataError(sentence) from error
         raise
-    if missing := [name for name in ("__len__", "read", "fingerprint") if not callable(getattr(made, name, None))]:
-        raise DataError(f"data.args.parts[{number}].dataset = {kind!r} has no {missing[0]}()")
-    return made

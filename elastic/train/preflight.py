@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from elastic.data.loader import Dataset
+from elastic.data.rows import notes_of
 from elastic.engine.axes.buckets import buckets_of, described
 from elastic.engine.batch_norm import tracking
 from elastic.engine.fp8 import MULTIPLE, layers_of
@@ -90,6 +91,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         session = make_session(tried, Counters(Path(folder) / "counters", create=True), prefetch=0)
         build = build_of(session, model)
         unread = [*_check_calls(tried, session, model), *_check_held_out(tried, session)]
+        of_rows = [note for each in (session.loader, session.held_out) if each is not None for note in notes_of(each.dataset)]
         session.close()
     check_rule(job, session.rule)
     _check_dataset(job, model, session)
@@ -100,7 +102,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     data.check(run, build.data, int(build.samples))
     job = run.job
     by_the_rules_of(model, job)
-    notes = [*lost, *unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
+    notes = [*lost, *of_rows, *unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")

@@ -19,6 +19,7 @@ from torch import nn
 import elastic
 from elastic.data.cursor import Cursor, Lengths
 from elastic.data.loader import Dataset, Loader
+from elastic.data.rows import dataset_of
 from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.schedule import check_schedule
 from elastic.engine.precision import PRECISIONS
@@ -45,8 +46,6 @@ from elastic.train.step import Loss, Session
 from storage.errors import Unavailable
 from storage.slices import Tensor
 
-METHODS = {"__len__": "len()", "read": "read(ids)", "fingerprint": "fingerprint()"}
-"""The methods that a dataset must have, and how each is called."""
 MICROBATCH = 1024
 """Largest microbatch that an error proposes."""
 SAVE_S = 5.0
@@ -316,7 +315,7 @@ def opened(job: Job, section: str = "data") -> Dataset:
     named = _named(job, section)
     kind = load(job.data.dataset, f"{section}.dataset")
     try:
-        dataset: Dataset = kind(**job.data.args)
+        return dataset_of(kind, job.data.args, named)
     except DataError as error:  # our own datasets name their arguments as those of ``[data]``
         raise DataError(str(error).replace("data.args", f"{section}.args")) from error
     except (ElasticError, Unavailable):  # ``Unavailable`` passes: a store that does not answer is not the dataset's error
@@ -325,9 +324,6 @@ def opened(job: Job, section: str = "data") -> Dataset:
         if unknown := unknown_argument(f"{section}.args", named, kind, job.data.args, error):
             raise DataError(unknown) from error
         raise DataError(f"{_failed(job, error, section)}; mend it, or {section}.args = {job.data.args}") from error
-    if missing := [name for name in METHODS if not callable(getattr(dataset, name, None))]:
-        raise DataError(f"{named} has no {missing[0]}(); a dataset has {', '.join(METHODS.values())} (see elastic.data.loader.Dataset)")
-    return dataset
 
 
 def lengths_of(job: Job, dataset: Dataset) -> Lengths:
@@ -357,6 +353,8 @@ def lengths_of(job: Job, dataset: Dataset) -> Lengths:
 def _fingerprint(job: Job, dataset: Dataset, section: str = "data") -> str:
     try:
         return str(dataset.fingerprint())
+    except (DataError, Unavailable):
+        raise
     except Exception as error:  # the user's code, which may raise anything
         raise DataError(f"{_failed(job, error, section)}; give it a fingerprint(): equal where the samples are, and only there") from error
 

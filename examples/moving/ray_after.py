@@ -26,12 +26,6 @@ class Waves(torch.utils.data.Dataset):
         x = torch.randn(4, generator=torch.Generator().manual_seed(i))
         return {"x": x, "y": x.sin().sum(0, keepdim=True)}
 
-    def read(self, ids):
-        return torch.utils.data.default_collate([self[i] for i in ids])
-
-    def fingerprint(self):
-        return "waves-1"
-
 
 def loss(model, batch):
     return nn.functional.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), torch.tensor(batch["y"].numel())

@@ -221,7 +221,8 @@ IMPORTS = {
     "elastic.data.cursor": Row(("elastic.errors", "elastic.plan.mixture", "elastic.plan.ramp", "elastic.plan.stretches")),
     "elastic.data.tokenizer": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "tokenizers")),
     "elastic.data.tokens": Row(("elastic.data.*", "storage.*", *NAMES), ("numpy", "torch")),
-    "elastic.data.mixture": Row(("elastic.data.loader", *NAMES), ("torch",)),
+    "elastic.data.mixture": Row(("elastic.data.loader", "elastic.data.rows", *NAMES), ("torch",)),
+    "elastic.data.rows": Row(("elastic.data.apart", "elastic.data.loader", *NAMES), ("torch",)),
     "elastic.data.loader": Row(("elastic.data.*", "elastic.plan.batch", "storage.errors", *NAMES), ("numpy", "torch")),
     "elastic.probe": Row(("storage.*",)),
     "elastic.train": Row(

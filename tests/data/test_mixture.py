@@ -92,7 +92,7 @@ def test_prepared_tokens_are_mixed_with_their_documents(tmp_path: Path) -> None:
         (["x"], r"data.args.parts\[0\] is 'x'; a part is a table with dataset and args"),
         ([part(3, 0), part(0, 1)], r"data.args.parts\[1\] has no samples"),
         ([{"args": {"path": "/nothing", "seq_len": 8}}], r"data.args.parts\[0\]: data.args.path = '/nothing' holds no dataset"),
-        ([{"dataset": "builtins:dict"}], r"data.args.parts\[0\].dataset = 'builtins:dict' has no read\(\)"),
+        ([{"dataset": "builtins:object"}], r"data.args.parts\[0\].dataset = 'builtins:object' has no __len__\(\)"),
     ],
     ids=str,
 )

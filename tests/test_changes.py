@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
     "global_batch": 64,
     "microbatch": 4,
     "precision": "fp16",
-    "optim": {"lr": 1e-3, "args": {"x": 1}, "kind": "a.b:opt"},
+    "optim": {"lr": 1e-3, "args": {"x": 1}, "kind": "a.b:opt", "groups": [{"names": ["a"]}]},
     "faults": [{"point": "save", "step": 1}],
     "validation": {"every": 5},
     "model_args": {"dim": 1},
@@ -83,6 +83,10 @@ OTHER: dict[str, Any] = {
     "optim.decay": "l2",
     "optim.moments": "bf16",
     "optim.clip_norm": 2.0,
+    "optim.groups": [],
+    "optim.groups[].names": ["b"],
+    "optim.groups[].lr_scale": 2.0,
+    "optim.groups[].weight_decay": 0.0,
     "schedule.kind": "constant",
     "schedule.args": {"x": 2},
     "schedule.warmup_steps": 7,
@@ -179,6 +183,8 @@ def job_of(bucket: Path, values: dict[str, Any]) -> Job:
         section, _, key = name.rpartition(".")
         if section == "faults[]":
             found["faults"] = [{**found["faults"][0], key: value}]
+        elif section == "optim.groups[]":
+            found["optim"] = {**found["optim"], "groups": [{**found["optim"]["groups"][0], key: value}]}
         elif section:
             found[section] = {**found.get(section, {}), key: value}
         else:
@@ -195,7 +201,7 @@ def what_happens(folder: Path, setting: str) -> Change:
     try:
         Run.look(changed)
     except JobError as error:
-        assert f"{setting}" in str(error), "it is named"
+        assert setting.partition("[")[0] in str(error), "it is named"
     else:
         return Change.FREE
     try:
@@ -206,6 +212,7 @@ def what_happens(folder: Path, setting: str) -> Change:
     store = ObjectStore.open(str(folder))
     branches.begin(store, changed, Before(begun), Version(0, 0), 0.0)
     (differs,) = (each["changed"] for each in branches.every(store, "run"))
+    setting = setting.partition("[")[0]  # a list changes as a whole
     assert differs and all(name == setting or name.startswith(f"{setting}.") for name in differs)
     return Change.BRANCH
 

@@ -39,6 +39,7 @@ def disagreements(job: Job) -> Iterator[str]:
     for more in (_validation, _schedule, _ramp, _weights, _attention, _owed, _spikes):
         yield from more(job)
     yield from _unused(job.optim)
+    yield from _groups(job.optim)
     if job.parallel.zero == 0 and (job.parallel.dp_shard not in (1, "auto") or job.parallel.min_shard > 1):
         cut = "dp_shard" if job.parallel.dp_shard != "auto" else "min_shard"
         yield f"parallel.zero = 0 shares nothing, and parallel.{cut} = {getattr(job.parallel, cut)}; leave one of them out"
@@ -281,6 +282,17 @@ def _unused(optim: Optim) -> Iterator[str]:
             yield f"optim.{name} = {value!r} is a setting of {readers}, and optim.kind = {optim.kind!r}; leave it out"
     if optim.kind == "muon" and optim.decay == "l2":
         yield "optim.decay = 'l2' with optim.kind = 'muon': it would turn a direction and shrink nothing; use optim.decay = 'decoupled'"
+
+
+def _groups(optim: Optim) -> Iterator[str]:
+    """Yields a sentence for each group of parameters that has the names of an earlier one."""
+    names = [sorted(set(group.names)) for group in optim.groups]
+    for number, each in enumerate(names):
+        if (first := names.index(each)) < number:
+            yield (
+                f"optim.groups[{number}].names = {list(optim.groups[number].names)} are those of optim.groups[{first}], which is the first "
+                f"match; leave one of the two groups out"
+            )
 
 
 def idle(job: Job) -> Iterator[str]:

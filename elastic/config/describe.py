@@ -81,6 +81,9 @@ def settings_page(model: Model, change: Callable[[str], Change]) -> str:
 def _heading(model: Model, section: str) -> list[str]:
     if not section:
         return ["## The job", "", meaning_of(model), ""]
-    field = model.model_fields[section.removesuffix("[]")]
+    *outer, name = section.removesuffix("[]").split(".")
+    for each in outer:
+        model = model.model_fields[each].annotation  # type: ignore[assignment]  # of a section
+    field = model.model_fields[name]
     title = f"[[{section[:-2]}]]" if section.endswith("[]") else f"[{section}]"
     return [f"## `{title}`", "", meaning_of(part_of(field.annotation)), ""]

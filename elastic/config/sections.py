@@ -115,8 +115,23 @@ class Metrics(Part):
     """Trackers that get them too: ``tensorboard``, ``wandb``, ``mlflow`` or your own ``pkg.module:Class``, each with its arguments."""
 
 
+class ParameterGroup(Part):
+    """Parameters with a learning rate and a weight decay of their own.  A parameter is in the first group that names it."""
+
+    names: Branch[Annotated[tuple[str, ...], Field(min_length=1)]]
+    """Patterns of names of parameters, as ``named_parameters()`` has them: ``*`` stands for any letters.  Each must match a parameter that
+    is trained, and that no earlier group has.
+    """
+    lr_scale: Branch[Annotated[Number, Field(ge=0)]] = 1.0
+    """Number by which the learning rate of each step is multiplied."""
+    weight_decay: Branch[Annotated[Number, Field(ge=0)] | Auto] = "auto"
+    """Weight decay of all parameters of the group.  ``auto``: as without the group."""
+
+
 class Optim(Part):
-    """The optimizer.  Weight decay leaves out biases, norms and every other tensor with fewer than two dimensions."""
+    """The optimizer.  Weight decay leaves out biases, norms and every other tensor with fewer than two dimensions, unless its group says
+    otherwise.
+    """
 
     kind: Refused[Literal["adamw", "sgd", "adagrad", "rmsprop", "muon"] | Code] = "adamw"
     """The optimizer: ``adamw`` (with ``decay = "l2"`` it is Adam), ``sgd``, ``adagrad``, ``rmsprop``, ``muon`` for the matrices of
@@ -144,6 +159,8 @@ class Optim(Part):
     """
     clip_norm: Branch[Annotated[Number, Field(gt=0)]] = 1.0
     """Largest norm of the mean gradient.  A gradient with a larger norm is scaled down to it."""
+    groups: Branch[tuple[ParameterGroup, ...]] = ()
+    """Groups of parameters with a learning rate and a weight decay of their own.  A parameter is in the first one that names it."""
 
 
 class Schedule(Part):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from elastic.engine.optim.groups import table_of
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.train.model import BUFFERS, State
@@ -50,8 +52,13 @@ def memory_line(classes: Mapping[str, int]) -> str:
 
 
 def decay_line(state: State) -> str:
-    """Returns which parameters decay and which do not; a ``*`` stands for the numbers of layers that are alike."""
+    """Returns which parameters decay and which do not; a ``*`` stands for the numbers of layers that are alike.
+
+    If the job has groups of parameters, it is the table of these.
+    """
     parts, settings = state.optimizer.parts.values(), state.job.optim
+    if settings.groups:
+        return "\n".join(table_of(settings, ((part.group, part.decays, math.prod(part.shape)) for part in parts)))
     told = [
         _told([part.name for part in parts if part.decays is decays], words)
         for decays, words in ((True, ("decays", "decay")), (False, ("does not", "do not")))

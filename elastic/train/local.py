@@ -192,7 +192,8 @@ class _Local:
         self.sinks.hand_on(self.lineage)  # what they lack of earlier processes
         self._pay()
         go(self.apply_fence, self.plan, state.shard)
-        self.show_sentence(decay_line(state))
+        for line in decay_line(state).splitlines():
+            self.show_sentence(line)
         self.skips = self.skips.completed(tuple(state.spikes.put_there().items()), state.spikes.applied_all_the_same())
         self.step = state.shard.version.step
         if not self.step and not job.offloads:

@@ -25,6 +25,7 @@ from elastic.engine.layers import Layers
 from elastic.engine.loss_scale import SCALARS, is_scaled
 from elastic.engine.meta import without_memory
 from elastic.engine.optim.base import Optimizer, Part, Rule
+from elastic.engine.optim.groups import decays, parameter_groups
 from elastic.engine.parallelize import matrices_of, parallelize, sharding_table, shared_across, unlike_within, without_dimensions
 from elastic.engine.spikes import Spikes
 from elastic.engine.world import World
@@ -283,7 +284,8 @@ class State:
         self.tensors = tensors_of(blueprint, rule)
         shapes = {name: shape_of(parameter) for name, parameter in blueprint.named_parameters()}
         self.rows, matrices = {name: shape[0] for name, shape in shapes.items()}, matrices_of(blueprint)
-        decayed = frozenset(name for name, parameter in blueprint.named_parameters() if parameter.dim() >= 2)
+        groups = parameter_groups(job.optim, blueprint)
+        decayed = frozenset(name for name, group in groups.items() if decays(group, len(shapes[name])))
         self.job, self.world = job, world
         self.layers = Layers.of(blueprint)
         self.arithmetic = Arithmetic(blueprint, world, job.precision)
@@ -299,7 +301,7 @@ class State:
         cell = cell_of(world.layout, world.rank)
         parameters = (tensor for tensor in self.tensors if tensor.kind == "parameter")
         boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
-        self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed, shapes, matrices)
+        self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed, shapes, matrices, groups)
         self.spikes = Spikes(job, self.optimizer.kept)
         self.shard = Shard(version, cell, self._values(local, cell))
         assert (home is not None) is job.offloads, "state that is offloaded lives in a slot, and no other does"

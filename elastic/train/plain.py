@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from elastic.engine import paged
 from elastic.engine.axes.base import take_over
 from elastic.engine.dtypes import FORMATS, format_of
+from elastic.engine.optim.groups import decays, parameter_groups
 from elastic.engine.parallelize import aliases_of, sharding_table, tie
 from elastic.errors import ElasticError, ModelError, StateChanged
 from elastic.job import Job
@@ -62,25 +63,28 @@ class TorchOptimizer:
 
     job: Job
     optimizer: torch.optim.Optimizer
-    decayed: Sequence[nn.Parameter]
+    """It has a group for each parameter."""
 
     @staticmethod
     def of(job: Job, model: nn.Module) -> TorchOptimizer | None:
         """Returns that of the job; None if there is none with the same arithmetic."""
-        settings, trained = job.optim, [each for each in model.parameters() if each.requires_grad]
-        if settings.moments != "model" or not trained:
+        settings, l2 = job.optim, job.optim.decay == "l2"
+        groups: list[dict[str, Any]] = []
+        for name, group in parameter_groups(settings, model).items():
+            each = model.get_parameter(name)
+            decay = settings.weight_decay if group.weight_decay == "auto" else group.weight_decay
+            decay = decay if decays(group, each.dim()) else 0.0
+            own = {"weight_decay": decay if l2 else 0.0, "decoupled": 0.0 if l2 else decay, "lr_scale": group.lr_scale}
+            groups.append({"params": [each], **own})
+        if settings.moments != "model" or not groups:
             return None
-        decayed = [each for each in trained if each.dim() >= 2]
-        l2 = settings.weight_decay if settings.decay == "l2" else 0.0
-        groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": l2}, {"params": [each for each in trained if each.dim() < 2]}]
-        groups = [group for group in groups if group["params"]]
         if settings.kind == "adamw":
             made: torch.optim.Optimizer = torch.optim.Adam(groups, lr=1.0, betas=settings.betas, eps=settings.eps, foreach=False)
         elif settings.kind == "sgd":
             made = torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum, foreach=False)
         else:
             return None
-        return TorchOptimizer(job, made, decayed)
+        return TorchOptimizer(job, made)
 
     def step(self, lr: float, found: Found) -> None:
         """Updates by the mean gradient, clipped, with decoupled weight decay before it."""
@@ -90,12 +94,11 @@ class TorchOptimizer:
         with torch.no_grad():
             for grad in grads:
                 grad.mul_(clip / max(found.count, 1))
-            if settings.decay != "l2" and settings.weight_decay:
-                for each in self.decayed:
-                    if each.grad is not None:
-                        each.mul_(1 - lr * settings.weight_decay)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * group["lr_scale"]
+                for each in group["params"]:
+                    if each.grad is not None and group["decoupled"]:
+                        each.mul_(1 - group["lr"] * group["decoupled"])
         self.optimizer.step()
 
 

@@ -19,6 +19,7 @@ from elastic.engine.axes.buckets import buckets_of, described
 from elastic.engine.batch_norm import tracking
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.loss import expect_documents
+from elastic.engine.optim.groups import check_groups
 from elastic.engine.optim.trial import check_rule
 from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within, without_dimensions
 from elastic.engine.peak import calls_of
@@ -97,6 +98,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     _check_dataset(job, model, session)
     _check_layers(job, model)
     _check_eps(job, model)
+    groups = check_groups(job, model)
     run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
     lost = harmed.notes(run)
     data.check(run, build.data, int(build.samples))
@@ -131,7 +133,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     if local:
         return Checked(build, [*notes, *_unused(job)], sources)
     notes += [*filter(None, [unnamed_policy(tried, tensors)]), *demands.copying(job, state_bytes), *demands.hosting(job, tensors)]
-    return Checked(build, [*notes, *demands.updating(job, state_bytes)], sources)
+    return Checked(build, [*notes, *demands.updating(job, state_bytes), *groups], sources)
 
 
 def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> list[str]:

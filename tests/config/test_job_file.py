@@ -158,7 +158,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "[optim]\nnesterov = 1",
             [],
             "job.toml: unknown setting 'optim.nesterov'; [optim] has kind, args, lr, betas, momentum, eps, weight_decay, decay, moments, "
-            "clip_norm",
+            "clip_norm, groups",
         ),
         (
             "recompute = 'sqrt'\nactivations = 'int8'",
@@ -244,6 +244,18 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             '[[faults]]\npoint = "save"\nstep = 1\nstp = 2',
             [],
             "job.toml: unknown setting 'faults[0].stp'; did you mean 'faults[].step'?",
+        ),
+        (
+            "[[optim.groups]]\nnames = ['*.bias']\nlr_scal = 2",
+            [],
+            "job.toml: unknown setting 'optim.groups[0].lr_scal'; did you mean 'optim.groups[].lr_scale'?",
+        ),
+        ("[[optim.groups]]\nlr_scale = 2", [], "job.toml: optim.groups[0].names is missing; set it in the file (names = ...)"),
+        (
+            "[[optim.groups]]\nnames = ['a', 'b']\n[[optim.groups]]\nnames = ['b', 'a']",
+            [],
+            "job.toml: optim.groups[1].names = ['b', 'a'] are those of optim.groups[0], which is the first match; leave one of the two "
+            "groups out",
         ),
         ("steps = 0", [], "job.toml: steps = 0 must be 1 or more"),
         ("steps = 3", ["--steps", "0"], "command line: steps = 0 must be 1 or more"),

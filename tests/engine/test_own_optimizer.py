@@ -136,6 +136,15 @@ def test_l13_an_optimizer_that_cannot_work_is_refused_before_a_worker_starts(tmp
 
 
 @pytest.mark.fast
+def test_groups_of_parameters_have_no_place_for_a_scalar(tmp_path: Path) -> None:
+    """The control: a rule without one."""
+    groups = [{"names": ["*norm*"], "lr_scale": 2.0}]
+    with pytest.raises(CodeError, match=r"optim\.groups have their own learning rates, and optim\.kind = .* has one scalar 'decay'"):
+        rule_of(small_job(tmp_path, optim={"kind": f"{__name__}:MOMENTUM", "groups": groups}))
+    rule_of(small_job(tmp_path, precision="fp16", optim={"kind": f"{BAD}:LION", "groups": groups}))
+
+
+@pytest.mark.fast
 def test_l13_lion_in_a_users_file_is_lion(tmp_path: Path) -> None:
     """L13: against the paper's pseudocode, in float64 and with numpy alone."""
     job = small_job(tmp_path, optim={"kind": f"{BAD}:LION", "lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.3, "clip_norm": 1e9})

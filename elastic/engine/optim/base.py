@@ -19,9 +19,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from elastic.config.sections import UNUSED_SINCE, Optim
+from elastic.config.sections import UNUSED_SINCE, Optim, ParameterGroup
 from elastic.engine import spikes
 from elastic.engine.loss_scale import SCALARS, LossScale, is_scaled
+from elastic.engine.optim.groups import REST
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import CodeError
@@ -60,6 +61,8 @@ class Part:
     """Shape of the whole tensor."""
     is_matrix: bool
     """True for a parameter with two dimensions inside a block."""
+    group: ParameterGroup = REST
+    """The group of the parameter.  All parts of one update have the same learning rate and the same weight decay."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,11 @@ def rule_of(job: Job) -> Rule:
         raise CodeError(
             f"optim.kind = {kind!r} names a {type(found).__name__}; name a Rule of elastic.engine.optim.base, or one of {', '.join(RULES)}"
         )
+    if found.scalars and job.optim.groups:
+        raise CodeError(
+            f"optim.groups have their own learning rates, and optim.kind = {kind!r} has one scalar {found.scalars[0]!r} for all; leave "
+            f"optim.groups out, or keep a moment in place of the scalar"
+        )
     found = replace(found, kept=spikes.tensors_of(job), counts=found.counts and job.numerics >= UNUSED_SINCE)
     if job.optim.moments == "bf16":
         found = replace(found, moments_dtype=torch.bfloat16)
@@ -230,12 +238,13 @@ class Optimizer:
         decayed: frozenset[str],
         shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
         matrices: frozenset[str] = frozenset(),
+        groups: Mapping[str, ParameterGroup] = MappingProxyType({}),
     ) -> None:
         """Makes the state of ``rule``, which is the job's.
 
         ``parameters`` are local shards by name, which share memory with the model; ``boxes`` are their places in the whole tensors.
         ``decayed`` has the names of the parameters whose weights decay, ``matrices`` those of the matrices of blocks.  ``shapes`` has the
-        shapes of the whole tensors, if ``parameters`` are not whole.
+        shapes of the whole tensors, if ``parameters`` are not whole, and ``groups`` the groups of those that the job names.
         """
         self.job, self.rule = job, rule
         self.updates = torch.zeros((), dtype=torch.float32)
@@ -258,6 +267,7 @@ class Optimizer:
                 name in decayed,
                 shapes.get(name, tuple(value.shape)),
                 name in matrices,
+                groups.get(name, REST),
             )
             for name, value in parameters.items()
         }
@@ -290,10 +300,9 @@ class Optimizer:
         self.loss_scale.after(finite=outcome.finite)
         prepared, self._prepared = self._prepared, {}
         clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
-        decoupled = 0.0 if job.optim.decay == "l2" else job.optim.weight_decay
         before = {name: value.clone() for name, value in self.scalars.items()}
         missed = {name: count for name, count in zip(self._names, self.missed.tolist(), strict=False) if count}
-        hyper = Hyper(job.optim, lr, self.updates, self.scalars, decoupled, divide, clip, prepared, job.seed, outcome.step, missed)
+        hyper = Hyper(job.optim, lr, self.updates, self.scalars, 0.0, divide, clip, prepared, job.seed, outcome.step, missed)
 
         def update(parts: list[Part]) -> None:
             parts = [part for part in parts if part.name not in unused] if unused else parts
@@ -309,10 +318,17 @@ class Optimizer:
         return lr
 
     def _update(self, parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
-        l2 = self.job.optim.decay == "l2"
+        l2, weight_decay = self.job.optim.decay == "l2", self.job.optim.weight_decay
         if l2 or not self.rule.scales:
             mean_(grads, hyper)
             hyper = replace(hyper, divide=1.0, clip=1.0)
-        if l2:
-            _add_penalty(parts, grads, self.job.optim.weight_decay)
-        self.rule.update(parts, grads, hyper)
+        alike: dict[tuple[float, float], tuple[list[Part], list[Tensor]]] = {}
+        for part, grad in zip(parts, grads, strict=True):
+            own = part.group.weight_decay
+            of = alike.setdefault((part.group.lr_scale, weight_decay if own == "auto" or not part.decays else own), ([], []))
+            of[0].append(part)
+            of[1].append(grad)
+        for (scale, decay), (some, theirs) in alike.items():
+            if l2:
+                _add_penalty(some, theirs, decay)
+            self.rule.update(some, theirs, replace(hyper, lr=hyper.lr * scale, weight_decay=0.0 if l2 else decay))

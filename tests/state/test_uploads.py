@@ -179,8 +179,8 @@ def test_a_worker_that_dies_after_its_copy_does_not_end_the_save(tmp_path: Path,
 def test_a_part_for_which_there_is_no_room_is_written_once_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R11: the coordinator is told that a deletion helps.  The control is the next test: another refusal is told without that."""
     monkeypatch.setattr("elastic.state.uploads.AGAIN_S", 0.1)
-    with small_disk(tmp_path / "disk", 2**20) as disk, saving("whole") as store, uploading(store, disk) as (uploads, told):
-        (disk / "other").write_bytes(bytes(2**20 - 4096))
+    with small_disk(tmp_path / "disk", 2**26) as disk, saving("whole") as store, uploading(store, disk) as (uploads, told):
+        (disk / "other").write_bytes(bytes(2**26 - 2**16))
         uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
         event, receipt = told.next()
         assert isinstance(event, SaveFailed) and event.again and event.full and "No space left on device" in event.reason

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import os
+import platform
 import re
 import sys
 import traceback
@@ -21,10 +22,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from elastic.errors import CodeError
+from elastic.errors import CodeError, JobError
 from elastic.objects import OBJECT, Given, fingerprints
 
 PACKAGES = ("elastic", "actors", "storage")
+VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
+"""A text that stands for the value of an environment variable."""
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that contains our packages."""
 version_of = functools.cache(metadata.version)
@@ -150,6 +153,27 @@ def _failed(module: str, error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if not f.filename.startswith("<frozen")), frames[-1])
     return f"importing {module} failed with {_what(error)} (in {frame.filename}, line {frame.lineno}); mend it or install what it needs"
+
+
+def arguments(setting: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments as the code gets them: a text ``${NAME}`` is the value of that environment variable in this process.
+
+    Raises :class:`JobError` if there is no such variable.  What is written down keeps the name alone.
+    """
+    return {key: _argument(f"{setting}.{key}", each) for key, each in args.items()}
+
+
+def _argument(setting: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return arguments(setting, value)
+    if isinstance(value, list):
+        return [_argument(setting, each) for each in value]
+    if not isinstance(value, str) or (named := VARIABLE.fullmatch(value)) is None:
+        return value
+    if (found := os.environ.get(named[1])) is None:
+        where = f"the environment variable {named[1]} is not set on {platform.node()}"
+        raise JobError(f"{setting} = '{value}': {where}; set it for this command, and where the nodes of a cluster are started")
+    return found
 
 
 def failure(error: Exception) -> str:

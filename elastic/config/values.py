@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, WrapVal
 from pydantic.fields import FieldInfo
 
 from elastic.errors import CodeError
-from elastic.imports import did_you_mean, split
+from elastic.imports import VARIABLE, did_you_mean, split
 from elastic.objects import MAIN, Given, named
 from storage.objects.urls import folder_of
 
@@ -32,6 +32,16 @@ SECRET = re.compile(r"^metrics\.sinks\.|(^|[._-])(key|token|secret|password|cred
 """The names of settings whose values may be secrets."""
 SECRET_URL = re.compile(r"://[^/?#\s]*:[^/?#\s]*@|[?&]([^=&#\s]*[._-])?(key|token|secret|password|credential|sig|signature)=", re.I)
 """A URL with a password before its host, or with a query that signs it."""
+CERTAIN = re.compile(
+    r".*(api|access|secret|private|auth|signing|encryption)[_-]?key|.*(password|passwd|passphrase|secret|credentials?)|authorization|token|"
+    r".*(api|access|auth|hf|hub|bearer|refresh|session|security|github|gitlab|wandb)[_-]?token",
+    re.IGNORECASE,
+)
+"""The names of arguments whose texts are secrets.  A name that merely ends with key or token may be that of a column, or of a word."""
+LIKELY = re.compile(r"(?=[A-Za-z+/=]*\d)(?=[0-9+/=]*[A-Za-z])[A-Za-z0-9+/=]{12,}")
+"""A run of letters and digits in a text that was drawn at random."""
+KNOWN = re.compile(r"\b(sk-|hf_|gh[po]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|eyJ)[\w.-]{16,}|PRIVATE KEY-----|[Bb]earer \S{16,}")
+"""The forms of keys and tokens by which their services are known."""
 
 T = TypeVar("T")
 
@@ -229,6 +239,45 @@ def _followed(where: str) -> str:
     return where.rstrip("/") if folder_of(where) is None else os.path.realpath(where)
 
 
+def literal_secrets(setting: str, value: object) -> Iterator[str]:
+    """Yields the names of the arguments in a table, or in a value, that are secrets and not the names of environment variables."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from literal_secrets(f"{setting}.{key}", each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from literal_secrets(setting, each)
+    elif isinstance(value, str) and _is_literal_secret(setting.rpartition(".")[2], value):
+        yield setting
+
+
+def _is_literal_secret(name: str, value: str) -> bool:
+    if not value or VARIABLE.fullmatch(value):
+        return False
+    if KNOWN.search(value) or SECRET_URL.search(value):
+        return True
+    if CERTAIN.fullmatch(name):
+        return value[0].isalnum()  # "<s>" is a token of text
+    return bool(SECRET.search(name) and LIKELY.search(value))
+
+
+def stands_for_secret(setting: str, value: object) -> bool:
+    """Returns whether a value is a secret, or the variable of one: another value of it is no other model."""
+    name = setting.rpartition(".")[2]
+    if not isinstance(value, str):
+        return False
+    return bool(SECRET.search(name) or CERTAIN.fullmatch(name)) if VARIABLE.fullmatch(value) else _is_literal_secret(name, value)
+
+
+def without_secrets(setting: str, value: Any, hides: Callable[[str, object], bool] | None = None) -> Any:
+    """Returns a value with the same words in place of each in it that ``hides``, by default of each that may be a secret."""
+    if isinstance(value, Mapping):
+        return {key: without_secrets(f"{setting}.{key}", each, hides) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(setting, each, hides) for each in value]
+    return HIDDEN if (hides or is_secret)(setting, value) else value
+
+
 def is_secret(setting: str, value: object) -> bool:
     """Returns whether a text may be a secret, by the name of its setting, or as a URL; a table or a list, if something in it may be one.
 
@@ -238,7 +287,9 @@ def is_secret(setting: str, value: object) -> bool:
         return any(is_secret(f"{setting}.{key}", each) for key, each in value.items())
     if isinstance(value, list | tuple):
         return any(is_secret(setting, each) for each in value)
-    return isinstance(value, str) and bool(SECRET.search(setting) or SECRET_URL.search(value))
+    if not isinstance(value, str) or VARIABLE.fullmatch(value):
+        return False
+    return bool(SECRET.search(setting) or SECRET_URL.search(value) or KNOWN.search(value) or CERTAIN.fullmatch(setting.rpartition(".")[2]))
 
 
 def shown(setting: str, value: object) -> str:

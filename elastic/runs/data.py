@@ -6,6 +6,7 @@ was forked from.
 
 from __future__ import annotations
 
+from elastic.config.values import without_secrets
 from elastic.errors import JobError
 from elastic.runs import forks
 from elastic.runs.run import Run
@@ -39,15 +40,16 @@ def check(run: Run, fingerprint: str, samples: int) -> bool:
             if (origin := run.origin if name == run.job.name else forks.origin_of(run.store, name)) is None:
                 return False
             name = origin.run
+    here = without_secrets("data.args", run.job.data.args)
     if found["fingerprint"] != fingerprint:
         raise JobError(
-            f"data.args = {run.job.data.args}: the dataset has the fingerprint {fingerprint}, but the run {run.job.name!r} in "
-            f"bucket = {run.job.bucket!r} was begun on {found['fingerprint']} (data.args = {found['args']}); "
+            f"data.args = {here}: the dataset has the fingerprint {fingerprint}, but the run {run.job.name!r} in "
+            f"bucket = {run.job.bucket!r} was begun on {found['fingerprint']} (data.args = {without_secrets('data.args', found['args'])}); "
             f"give this run another name, or the data it was begun on"
         )
     if (begun_on := found.get("samples", samples)) != samples:  # runs of earlier versions did not note it
         raise JobError(
-            f"data.args = {run.job.data.args}: the dataset has {samples} samples, but the run {run.job.name!r} in "
+            f"data.args = {here}: the dataset has {samples} samples, but the run {run.job.name!r} in "
             f"bucket = {run.job.bucket!r} was begun on {begun_on} with the same fingerprint, and the order of samples depends on their "
             f"number; give this run another name, or the data it was begun on, and let fingerprint() change with the samples"
         )

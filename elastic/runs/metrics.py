@@ -21,6 +21,7 @@ from heapq import merge
 from itertools import islice
 from typing import NamedTuple
 
+from elastic.config.values import without_secrets
 from elastic.control import codec
 from elastic.engine.optim.schedule import rate_for_readers
 from elastic.ids import Version
@@ -253,7 +254,9 @@ class Sinks:
         self._say, self._each = say, list[_Handing]()
         if not run.job.metrics.sinks:
             return  # what follows reads all branches, and lists all rows
-        tracked = TrackedRun(run.job.name, branches.flat(run.job.model_dump(mode="json")), run.store, _abandoned_by(run))
+        settings = branches.flat(run.job.model_dump(mode="json"))
+        shown = {name: without_secrets(name, value) for name, value in settings.items()}
+        tracked = TrackedRun(run.job.name, shown, run.store, _abandoned_by(run))
         for name, args in run.job.metrics.sinks.items():
             self._each.append(_Handing(run, name, partial(make_sink, tracked, name, args), say))
 

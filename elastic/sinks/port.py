@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from elastic import sinks
 from elastic.errors import CodeError
-from elastic.imports import PACKAGES, did_you_mean, load
+from elastic.imports import PACKAGES, arguments, did_you_mean, load
 from elastic.report.metrics import Row
 from storage.errors import Damaged, Exists, Missing
 from storage.objects import ObjectStore
@@ -144,4 +144,4 @@ def check_sink(name: str, args: Mapping[str, Any]) -> None:
 
 def make_sink(run: TrackedRun, name: str, args: Mapping[str, Any]) -> Sink:
     """Returns the sink of a run.  Raises :class:`~elastic.errors.CodeError`, or what its class raises."""
-    return sink_class(name)(run, **args)
+    return sink_class(name)(run, **arguments(f"metrics.sinks.{name}", args))

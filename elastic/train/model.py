@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from elastic.config.sections import PARTS_SINCE
+from elastic.config.values import without_secrets
 from elastic.engine import paged
 from elastic.engine.axes.base import shape_of
 from elastic.engine.axes.whole import Whole
@@ -31,7 +33,7 @@ from elastic.engine.spikes import Spikes
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
 from elastic.ids import Cell
-from elastic.imports import failure, load, unknown_argument
+from elastic.imports import arguments, failure, load, unknown_argument
 from elastic.job import Job
 from elastic.plan.placement import cell_of, held
 from elastic.state.shard import DTYPE_NAMES, DTYPES, Home, Key, Shard
@@ -58,7 +60,9 @@ Builder = Callable[..., Any]
 def builder_of(job: Job) -> Builder:
     """Returns the builder that ``model`` names.  Raises :class:`CodeError` if it names nothing."""
     found: Builder = load(job.model, "model")
-    return found
+    if arguments("model_args", job.model_args) == job.model_args:
+        return found
+    return functools.wraps(found)(lambda **args: found(**arguments("model_args", args)))
 
 
 def build_model(job: Job, builder: Builder) -> nn.Module:
@@ -72,7 +76,9 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
         named = f"model = {job.model!r}"
         if unknown := unknown_argument("model_args", named, builder, job.model_args, error):
             raise ModelError(unknown) from error
-        raise ModelError(f"model_args = {job.model_args}: {named} failed with {failure(error)}; {_fix_of(error)}") from error
+        raise ModelError(
+            f"model_args = {without_secrets('model_args', job.model_args)}: {named} failed with {failure(error)}; {_fix_of(error)}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"model = {job.model!r} returned a {type(model).__name__}; it must return a torch.nn.Module")
     _check_parameters(job, model)
@@ -92,7 +98,8 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.numel() == 0:
             raise ModelError(
-                f"parameter {name!r} of {job.model!r} has no elements (shape {[*parameter.shape]}); correct model_args = {job.model_args}"
+                f"parameter {name!r} of {job.model!r} has no elements (shape {[*parameter.shape]}); correct model_args = "
+                f"{without_secrets('model_args', job.model_args)}"
             )
         usual = torch.empty_like(parameter, memory_format=torch.contiguous_format)
         if parameter.stride() != usual.stride():  # parts of it have these, and kernels rely on one order in memory

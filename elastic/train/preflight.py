@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.config.values import literal_secrets
 from elastic.data.loader import Dataset
 from elastic.data.rows import notes_of
 from elastic.engine.axes.buckets import buckets_of, described
@@ -33,7 +35,7 @@ from elastic.models.flops import flops_of
 from elastic.plan.copy_budget import amount
 from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
-from elastic.runs import code, data, forks, harmed
+from elastic.runs import branches, code, data, forks, harmed
 from elastic.runs.forks import Origin
 from elastic.runs.quarantine import held_in
 from elastic.runs.resume import Start
@@ -83,6 +85,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
 
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
+    leaked = _check_secrets(job)
     model = build_model(job, builder_of(job))
     _check_again(job, model)
     if not local:
@@ -104,7 +107,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     data.check(run, build.data, int(build.samples))
     job = run.job
     by_the_rules_of(model, job)
-    notes = [*lost, *of_rows, *unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
+    notes = [*lost, *leaked, *of_rows, *unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")
@@ -134,6 +137,27 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
         return Checked(build, [*notes, *_unused(job)], sources)
     notes += [*filter(None, [unnamed_policy(tried, tensors)]), *demands.copying(job, state_bytes), *demands.hosting(job, tensors)]
     return Checked(build, [*notes, *demands.updating(job, state_bytes), *groups], sources)
+
+
+def _check_secrets(job: Job) -> list[str]:
+    """Raises :class:`JobError` for an argument that is a secret, since all arguments are written to the bucket.
+
+    Returns a sentence for each that is there already, because an older release has begun the run.
+    """
+    tables: dict[str, Any] = {"model_args": job.model_args, "data.args": job.data.args, "validation.args": job.validation.args}
+    tables["metrics.sinks"] = job.metrics.sinks
+    if not (found := [name for setting, table in tables.items() for name in literal_secrets(setting, table)]):
+        return []
+    stored = branches.flat(branches.stored(ObjectStore.open(job.bucket), job.name) or {})
+    here = branches.flat(job.model_dump(mode="json"))
+    where, notes = f"in {job.name}/job.json in the bucket", list[str]()
+    for name in found:
+        variable = re.sub(r"\W", "_", name.rpartition(".")[2]).upper()
+        fix = f"write {name} = '${{{variable}}}', and set that environment variable for this command, and where the nodes are started"
+        if name not in stored or stored[name] != here[name]:
+            raise JobError(f"{name} is a secret, and would stand {where} for everybody who reads it; {fix}")
+        notes.append(f"{name} is a secret, and stands {where} since the run began: replace the secret by a new one, and {fix}")
+    return notes
 
 
 def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import elastic
+from elastic.config.values import without_secrets
 from elastic.data.cursor import Cursor, Lengths
 from elastic.data.loader import Dataset, Loader
 from elastic.data.rows import dataset_of
@@ -24,7 +25,7 @@ from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.schedule import check_schedule
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import CodeError, DataError, ElasticError, JobError, NoRoomYet
-from elastic.imports import code_digest, load, own_digest, unknown_argument, version_of
+from elastic.imports import arguments, code_digest, load, own_digest, unknown_argument, version_of
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, no_room, slots_a_worker, slots_for
 from elastic.plan.layout import Layout, after_a_loss
@@ -225,8 +226,9 @@ def _held_out(job: Job, loader: Loader) -> Loader | None:
     held = job.replace(data=job.data.model_copy(update=named))
     dataset = opened(held, "validation")
     if not len(dataset) or validation.samples > len(dataset):
+        given = without_secrets("validation.args", validation.args)
         raise DataError(
-            f"validation.samples = {validation.samples}: the dataset of validation.args = {validation.args} has {len(dataset)} samples; "
+            f"validation.samples = {validation.samples}: the dataset of validation.args = {given} has {len(dataset)} samples; "
             f"give it more samples, or leave validation.samples out to take all"
         )
     return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch, named=_named(held, "validation"))
@@ -315,7 +317,7 @@ def opened(job: Job, section: str = "data") -> Dataset:
     named = _named(job, section)
     kind = load(job.data.dataset, f"{section}.dataset")
     try:
-        return dataset_of(kind, job.data.args, named)
+        return dataset_of(kind, arguments(f"{section}.args", job.data.args), named)
     except DataError as error:  # our own datasets name their arguments as those of ``[data]``
         raise DataError(str(error).replace("data.args", f"{section}.args")) from error
     except (ElasticError, Unavailable):  # ``Unavailable`` passes: a store that does not answer is not the dataset's error
@@ -323,7 +325,8 @@ def opened(job: Job, section: str = "data") -> Dataset:
     except Exception as error:  # the user's class may raise anything, say for a folder that this machine has not
         if unknown := unknown_argument(f"{section}.args", named, kind, job.data.args, error):
             raise DataError(unknown) from error
-        raise DataError(f"{_failed(job, error, section)}; mend it, or {section}.args = {job.data.args}") from error
+        given = without_secrets("data.args", job.data.args)
+        raise DataError(f"{_failed(job, error, section)}; mend it, or {section}.args = {given}") from error
 
 
 def lengths_of(job: Job, dataset: Dataset) -> Lengths:

@@ -94,7 +94,7 @@ IMPORTS = {
     "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.forks", "elastic.runs.run", "storage.errors")),
     "elastic.runs.which": Row(("elastic.protocol.lineage", "elastic.runs.branches", "elastic.runs.run", *NAMES)),
     "elastic.runs.harmed": Row(("elastic.runs.metrics", "elastic.runs.run", "storage.*")),
-    "elastic.runs.data": Row(("elastic.runs.forks", "elastic.runs.run", "storage.*", *NAMES)),
+    "elastic.runs.data": Row(("elastic.config.values", "elastic.runs.forks", "elastic.runs.run", "storage.*", *NAMES)),
     "elastic.runs.asked": Row(
         (
             *("elastic.config.sections", "elastic.job", "elastic.protocol.lineage", "elastic.runs.branches"),
@@ -164,7 +164,14 @@ IMPORTS = {
     "elastic.runs.metrics": Row(
         (
             *("elastic.runs.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.runs.forks", "elastic.job"),
-            *("elastic.protocol.lineage", "elastic.report.best", "elastic.report.metrics", "elastic.runs.run", "elastic.runs.validations"),
+            *(
+                "elastic.config.values",
+                "elastic.protocol.lineage",
+                "elastic.report.best",
+                "elastic.report.metrics",
+                "elastic.runs.run",
+                "elastic.runs.validations",
+            ),
             *("elastic.sinks.port", "storage.*", *NAMES),
         )
     ),
@@ -242,6 +249,7 @@ IMPORTS = {
                 "elastic.runs.alone",
                 "elastic.runs.branches",
                 "elastic.config.sections",
+                "elastic.config.values",
                 "elastic.runs.forks",
                 "elastic.runs.asked",
                 "elastic.runs.code",
@@ -284,6 +292,7 @@ GROUPS = frozenset(
 SEAM = "elastic/engine/world.py"
 
 ENVIRONMENT = {
+    "elastic/imports.py": "an argument of the user's code may be the value of one, so that a secret is written nowhere",
     "actors/cluster.py": "Ray's own variables, before it starts",
     "actors/submitted.py": "Ray's own variable, by which a command knows that it was submitted",
     "elastic/train/session.py": "cuBLAS demands one for deterministic kernels",

@@ -9,7 +9,7 @@ import pytest
 
 from elastic.config.sections import Deadlines
 from elastic.config.settings import ELSEWHERE, leaves
-from elastic.config.values import HIDDEN, is_secret, place, same_place, shown
+from elastic.config.values import HIDDEN, is_secret, literal_secrets, place, same_place, shown
 from elastic.errors import JobError
 from elastic.job import Job
 
@@ -259,3 +259,23 @@ def test_a_value_that_may_be_a_secret_is_not_shown(setting: str, secret: object,
         assert is_secret(setting, secret) and shown(setting, secret) == HIDDEN
     if public is not None:
         assert not is_secret(setting, public) and shown(setting, public) == repr(public)
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        ({"api_key": "hush"}, ["api_key"]),
+        ({"token": "hush", "reader": {"Password": "hush"}}, ["token", "reader.Password"]),
+        ({"hf_token": "a", "accessToken": "b", "aws_secret_access_key": "c", "client-secret": "d", "apikey": "e"}, None),
+        ({"parts": [{"args": {"credentials": "hush"}}]}, ["parts.args.credentials"]),
+        ({"key": "9f86d081884c7d659a2f", "service_token": "q8Zr4tLw0Xn2Vb7"}, ["key", "service_token"]),
+        ({"path": "https://me:hush@host/x", "urls": ["https://host/x?X-Amz-Signature=hush"]}, ["path", "urls"]),
+        ({"headers": {"Authorization": "Bearer hush"}, "other": "hf_abcdefghijklmnopqrst"}, ["headers.Authorization", "other"]),
+        ({"api_key": "${API_KEY}", "path": "${URL}", "password": "", "secret": True, "token": 3}, []),
+        ({"token_dim": 8, "max_tokens": "100", "tokenizer": "gpt2", "key_dim": "64", "keys": ["a"], "tokens": "s3://pail/tokens"}, []),
+        ({"pad_token": "<pad>", "eos_token": "</s>", "token": "<unk>", "text_key": "text", "key": "input_ids"}, []),
+        ({"image_key": "observation_224x224", "path": "ftp://me@host:21/x", "stop_token": "<|endoftext|>"}, []),
+    ],
+)
+def test_a_literal_secret_is_told_from_what_only_looks_like_one(args: dict[str, object], names: list[str] | None) -> None:
+    assert [*literal_secrets("model_args", args)] == [f"model_args.{name}" for name in (args if names is None else names)]

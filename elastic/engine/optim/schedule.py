@@ -7,7 +7,7 @@ from collections.abc import Callable
 from numbers import Real
 
 from elastic.errors import CodeError
-from elastic.imports import failure, load, unknown_argument
+from elastic.imports import arguments, failure, load, unknown_argument
 from elastic.job import Job
 
 TRIED = 2000
@@ -97,8 +97,9 @@ def _own(job: Job, step: int) -> float:
     schedule = job.schedule
     named, asked = f"schedule.kind = {schedule.kind!r}", f"step {step} of {job.steps}"
     found: Schedule = load(schedule.kind, "schedule.kind")
+    given = arguments("schedule.args", schedule.args)
     try:
-        part = found(step, job.steps, **schedule.args)
+        part = found(step, job.steps, **given)
     except Exception as error:  # the user's code may raise anything, first of all for an argument that it does not know
         if unknown := unknown_argument("schedule.args", named, found, schedule.args, error, given=2):
             raise CodeError(unknown) from error

@@ -1,0 +1,106 @@
+"""A secret among the arguments of the user's code is named by its environment variable, and stands nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from actors.cli import main
+from elastic.job import Job
+from elastic.models import llama
+from elastic.report.metrics import Row
+from elastic.runs.run import Run
+from tests.support.job_file import to_toml
+from tests.support.toys import LIGHT, Sums, toy_job
+
+HUSH = "hush-5f2d81c3"
+SHOWN = pytest.CaptureFixture[str]
+taken: list[Row] = []
+
+
+def build(api_key: str, **args: Any) -> nn.Module:
+    assert api_key == HUSH, "it has no key"
+    return llama.build(**args)
+
+
+class Held(Sums):
+    def __init__(self, reader: dict[str, str], **args: Any) -> None:
+        assert reader == {"password": HUSH}
+        super().__init__(**args)
+
+
+class Table:
+    def __init__(self, run: object, token: str) -> None:
+        assert token == HUSH and HUSH not in str(vars(run))
+
+    def last(self) -> int:
+        return int(taken[-1]["step"]) if taken else 0
+
+    def write(self, rows: Sequence[Row]) -> None:
+        taken.extend(rows)
+
+
+def job_of(folder: Path, secret: str, variable: str) -> str:
+    """Writes a job file whose model has ``secret``, and whose data and sink have the environment variable; returns its path."""
+    values: dict[str, Any] = {**LIGHT, "steps": 4, "checkpoint": {"save_every": 2}}
+    values["model"], values["model_args"] = f"{__name__}:build", {**LIGHT["model_args"], "api_key": secret}
+    values["data"] = {"dataset": f"{__name__}:Held", "args": {"reader": {"password": variable}}}
+    values["metrics"] = {"sinks": {f"{__name__}:Table": {"token": variable}}}
+    job = toy_job(folder / "bucket", **values)
+    path = folder / "toy.toml"
+    path.write_text(to_toml(job))
+    return str(path)
+
+
+def leaks(folder: Path) -> Iterator[Path]:
+    """Yields the files that hold the secret."""
+    return (path for path in folder.rglob("*") if path.is_file() and HUSH.encode() in path.read_bytes())
+
+
+def said(shown: SHOWN) -> str:
+    return " ".join(shown.readouterr().out.split())
+
+
+def test_a_secret_is_refused_unless_an_environment_variable_names_it(
+    tmp_path: Path, capsys: SHOWN, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control is a run of an older release, whose job.json holds the secret: it goes on, and is told to replace it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("API_KEY", raising=False)
+    assert main(["train", job_of(tmp_path, HUSH, HUSH), "--local"]) == 1
+    shown = said(capsys)
+    assert "model_args.api_key is a secret, and would stand in toy/job.json in the bucket for everybody who reads it; write " in shown
+    assert "write model_args.api_key = '${API_KEY}', and set that environment variable" in shown and HUSH not in shown
+    for literal in ({"secret": "${API_KEY}", "variable": HUSH}, {"secret": HUSH, "variable": "${API_KEY}"}):
+        assert main(["train", job_of(tmp_path, **literal), "--local"]) == 1
+        assert "is a secret" in said(capsys)
+    assert not (tmp_path / "bucket").exists()
+
+    path = job_of(tmp_path, "${API_KEY}", "${API_KEY}")
+    assert main(["train", path, "--local"]) == 1
+    assert "model_args.api_key = '${API_KEY}': the environment variable API_KEY is not set on " in said(capsys)
+    monkeypatch.setenv("API_KEY", HUSH)
+    assert main(["train", path, "--local"]) == 0
+    assert [row["step"] for row in taken] == [1, 2, 3, 4]
+    assert main(["report", path]) == main(["runs", path]) == 0
+    assert HUSH not in said(capsys) and not [*leaks(tmp_path)] and "${API_KEY}" in (tmp_path / "bucket/toy/job.json").read_text()
+
+
+def test_a_run_that_an_older_release_has_begun_with_a_secret_goes_on(
+    tmp_path: Path, capsys: SHOWN, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", HUSH)
+    path = job_of(tmp_path, HUSH, "${API_KEY}")
+    Run.open(Job.load(path))
+    assert [each.name for each in leaks(tmp_path / "bucket")] == ["job.json"]
+    assert main(["train", path, "--local"]) == 0
+    assert "model_args.api_key is a secret, and stands in toy/job.json in the bucket since the run began: replace the secret" in said(
+        capsys
+    )
+    assert main(["train", job_of(tmp_path, "${API_KEY}", "${API_KEY}"), "--local"]) == 0
+    shown = said(capsys)
+    assert "one worker in this process, from step 4 of generation 1 (bucket)" in shown and "is a secret" not in shown

@@ -95,9 +95,8 @@ class Job(Part):
     device, with ``init_weights()``.  ``elastic.models.llama:build`` has Llama 3 and Qwen 3 too, ``elastic.models.gpt2:build`` has GPT-2.
     """
     model_args: Refused[dict[str, JsonValue]] = {}  # noqa: RUF012 (pydantic copies it)
-    """Arguments of ``model``.  Our own models take the name of a published one: ``{ preset = "qwen3-8b" }``.  In these
-    arguments, and in those of data and sinks, ``${NAME}`` is the value of an environment variable where the code runs; a secret is refused
-    in any other form, since arguments are stored in the bucket."""
+    """Arguments of ``model``.  Our own models take the name of a published one: ``{ preset = "qwen3-8b" }``.  Here, and in arguments of
+    data and sinks, ``${NAME}`` is the value of an environment variable where the code runs.  A secret is refused in any other form."""
     init: Refused[Annotated[str, AfterValidator(checkpoint_word)]] = ""
     """A checkpoint of another run in the same bucket, as ``run@400``, ``run@best`` or ``run@latest``, whose weights the run begins with, at
     step 0 and with fresh moments.  The choice is made when the run begins, and stays.  Empty: the model initialises itself.

@@ -77,8 +77,7 @@ class Checked:
 
 
 def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_code: bool = False, start: Start | None = None) -> Checked:
-    """Checks all of the user's parts that can be checked before a worker starts, but for what :func:`~elastic.train.early.check_early`
-    does.  It leaves nothing in the bucket.
+    """Checks before a worker starts what :func:`~elastic.train.early.check_early` has not checked.  It leaves nothing in the bucket.
 
     Code that has changed since the run's last start is refused, unless ``accept_code`` says that the run may go on with it.  ``start`` says
     whether the run begins from a checkpoint of another one.

@@ -148,7 +148,7 @@ def test_a_process_takes_no_more_memory_than_that() -> None:
 
 @pytest.mark.parametrize("resident", [WHOLE, 20_000, 0], ids=["all", "some", "one"])
 def test_the_work_grows_as_the_number_of_tensors_does(resident: int) -> None:
-    """A loop over many pages in memory, in each operation, would be 16 times the work for 4 times the tensors."""
+    """A loop over the pages in memory in each operation would be 16 times the work for 4 times the tensors."""
     few, many = (opcodes(partial(paged, partial(Deep, layers, 8), 7, resident)) for layers in (100, 400))
     assert few < many < 4.5 * few
 

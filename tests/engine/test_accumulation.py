@@ -104,3 +104,61 @@ def test_equal_weights_for_microbatches_give_something_else(tmp_path: Path) -> N
     """The control of the values above."""
     wrong = (accumulating(tmp_path / str(size), size, loss=f"{__name__}:mean_of_means", reproducible=False) for size in (2, 8))
     assert furthest(*(here(trained, job) for job in wrong)) > 1e-5
+
+
+class Turned(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, dim))
+
+    def forward(self) -> Tensor:
+        return self.weight.t()
+
+
+class Together(nn.Module):
+    """A model whose two blocks have one matrix each; autograd gives both the same memory as their gradients."""
+
+    def __init__(self, vocab: int = 29, dim: int = 8) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, vocab)
+        self.layers = nn.ModuleList([Turned(dim), Turned(dim)])
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + torch.tanh(x) @ (self.layers[0]() + self.layers[1]()))  # type: ignore[no-any-return]
+
+
+def together(**args: Any) -> nn.Module:
+    return Together(**args)
+
+
+def summed(world: World, job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """Returns the gradients of a step of the engine and of torch, and whether those of two blocks lie in one memory after a microbatch."""
+    with member(world, job, Version(0, 0), prefetch=0) as me:
+        share = compute(me.session, me.state, 1)
+        ours = {name: grad.clone() for name, grad in me.state.parameters.grads().items()}
+        judge = together(**job.model_args)
+        judge.load_state_dict(me.state.parameters.parts, strict=True)
+        known = dict(judge.named_parameters())
+        sums = {name: torch.zeros_like(value) for name, value in known.items()}
+        for ids in share.samples:
+            loss, _ = next_token(judge, me.session.loader.dataset.read(ids))
+            for total, grad in zip(sums.values(), torch.autograd.grad(loss, [*known.values()], retain_graph=True), strict=True):
+                total += grad
+        loss.backward()
+        first, second = (known[f"layers.{number}.weight"].grad for number in range(2))
+        return ours, sums, first is not None and second is not None and first.data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize("how", [{"reproducible": False}, {}, {"reduction": {"block": 2}}], ids=["collective", "ordered", "in blocks"])
+def test_gradients_that_share_memory_are_added_up_apart(tmp_path: Path, how: dict[str, Any]) -> None:
+    """A sum that went on in the memory of the first gradient would add the later ones of both blocks to it."""
+    changes: dict[str, Any] = {"model": f"{__name__}:together", "model_args": {}, "parallel": {"zero": 0, "bucket_elements": 1}}
+    ours, theirs, shared = here(summed, accumulating(tmp_path, 2, **changes | how))
+    assert shared and ours.keys() == theirs.keys()
+    for name, grad in ours.items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-5)

@@ -195,6 +195,28 @@ def test_what_is_changed_in_place_is_refused() -> None:
             model(torch.ones(4, 8, requires_grad=True)).sum().backward()
 
 
+class Again(nn.Module):
+    """A block that keeps memory for a result that nobody uses, changes it, and keeps it again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y.sin()
+        y.mul_(3)
+        return y * y
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_memory_that_is_changed_between_two_uses_is_kept_twice(kept: str) -> None:
+    """Autograd allows that, since the backward pass needs the changed values alone.  The gradient of (6x)² is 72x."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([Again()])
+    apply_activations(model, sharding_table(model), kept)
+    x = torch.full((32, 32), 0.5, requires_grad=True)
+    model.layers[0](x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 36.0), rtol=0.05, atol=0.0)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it compiles
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler, about torch
 @pytest.mark.full

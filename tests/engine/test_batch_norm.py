@@ -26,6 +26,7 @@ from elastic.train.local import run_local
 from elastic.train.model import build_model, tensors_of
 from elastic.train.preflight import preflight
 from elastic.train.session import make_session
+from elastic.train.step import microbatch_seed
 from elastic.train.warmup import warm_up
 from tests.engine.test_bits import plain_training
 from tests.support.carried import Broken, Healed, broken, go_on, holdings
@@ -211,8 +212,11 @@ class Vast(BatchNormed):
         self.vast = nn.BatchNorm1d(2, affine=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        features = tokens.flatten()[:, None].float().expand(-1, 2) * 1e20
+        features = tokens.flatten()[:, None].float().expand(-1, 2) * self.size()
         return super().forward(tokens) + self.vast(features).mean()
+
+    def size(self) -> float:
+        return 1e20
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -223,6 +227,20 @@ def test_statistics_that_are_not_finite_skip_the_step(tmp_path: Path, monkeypatc
     told = alone(job_of(tmp_path, model=f"{HERE}:Vast"), 1)
     assert told.finite == [not guarded]
     assert told.buffers["vast.running_var"].isfinite().all() == guarded
+
+
+class VastOnce(Vast):
+    """The variance is so in one microbatch alone, the first one of step 1."""
+
+    def size(self) -> float:
+        return 1e20 if torch.initial_seed() == microbatch_seed(0, 1, 0) else 1.0
+
+
+def test_statistics_that_were_not_finite_once_are_finite_in_the_next_step(tmp_path: Path) -> None:
+    """Each microbatch begins with zeros: torch multiplies by zero what was there before, and zero times NaN is NaN."""
+    told = alone(job_of(tmp_path, model=f"{HERE}:VastOnce"), 3)
+    assert told.finite == [False, True, True]
+    assert all(value.isfinite().all() for value in told.buffers.values())
 
 
 # ---- what a model may do

@@ -132,6 +132,14 @@ def test_twenty_steps_are_torchs(tmp_path: Path) -> None:
         assert not any(same for name, _, same in other if name in matrices)
 
 
+def test_in_fp16_the_scale_of_the_loss_is_taken_out_before_the_commit(tmp_path: Path) -> None:
+    """The direction is of the momentum, which has no scale, and of the gradient.  The judge gets gradients without it."""
+    job = muon_job(tmp_path, steps=20, precision="fp16", loss_scale=2.0**10)
+    found, _ = here(judged, job, 5, True, muon.ITERATIONS)
+    assert {name for name, _, same in found if same} >= matrices_of(build(**job.model_args))
+    assert max(difference for _, difference, _ in found) < 1e-6
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("shape", [(32, 32), (7, 40), (40, 7), (1, 5)])
 def test_the_iterations_are_torchs(shape: tuple[int, int]) -> None:

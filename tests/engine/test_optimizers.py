@@ -161,6 +161,18 @@ def test_an_update_needs_little_memory_of_its_own(kind: str, monkeypatch: pytest
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("turn", [1, 20, 100])
+@pytest.mark.parametrize("kind", ["adagrad", "rmsprop"])
+def test_tensors_of_each_turn_get_their_own_gradients(kind: str, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor has another value, gradient and square.  The control: all in one turn, which torch judges above."""
+    job = job_of(kind)
+    whole = trained(job, 4, range(1, ROWS))
+    monkeypatch.setattr(base, "TURN", turn)
+    turns = trained(job, 4, range(1, ROWS))
+    assert all(torch.equal(whole[name], turns[name]) for name in whole)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
 def test_nor_do_they_in_16_bits(kind: str, decay: str) -> None:

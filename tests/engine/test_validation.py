@@ -24,7 +24,7 @@ from elastic.train.preflight import preflight
 from elastic.train.session import build_of, make_session
 from elastic.train.validation import Blocks, validate
 from tests.support.ranks import Ranks
-from tests.support.segments import Trained, here, member, train_each, train_here
+from tests.support.segments import Trained, here, member, train, train_each, train_here
 from tests.support.toys import Sums, small_job
 
 HELD_OUT = {"every": 2, "samples": 7, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
@@ -84,6 +84,23 @@ def test_l1_whatever_the_engine_does(ranks: Ranks, tmp_path: Path, changes: dict
     if changes.get("reproducible", True):
         assert {each.hash for each in both} == {without.hash}
     assert [*found(both[0])] == [2, 4] and (found(both[0]) == found(both[1]) or not changes.get("reproducible", True))
+
+
+def noisy(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss that draws a random number, as one with negative samples does."""
+    loss, count = next_token(model, batch)
+    return loss * (1 + torch.rand(())), count
+
+
+def test_l1_a_loss_that_draws_is_the_same_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
+    """L1: each block of samples has a seed of its own, whoever computes it in whatever round.  Otherwise the best step would depend on the
+    layout.  The control: without chance the loss is another one.
+    """
+    jobs = {loss: validating(tmp_path / loss, loss=f"{__name__}:{loss}") for loss in ("noisy", "next_token")}
+    noisy, quiet = (found(train_here(job, 3)) for job in jobs.values())
+    assert noisy and noisy.keys() == quiet.keys() and noisy != quiet
+    for layout in (Layout(1, 2), Layout(3, 1)):
+        assert found(train(ranks, jobs["noisy"].replace(bucket=str(tmp_path / str(layout))), layout, 3)) == noisy
 
 
 def twice(world: World, job: Job) -> tuple[Validated, Validated, int]:

@@ -137,6 +137,23 @@ def test_l7_what_is_needed_is_never_deleted() -> None:
     assert {each.version for each in saved.run.checkpoints.versions()} == left, "there is no good one"
 
 
+def test_l7_what_a_branch_needs_stays_off_the_line_too() -> None:
+    """The run has fallen back behind it since.  A branch may also begin between the mark and the removal.  The control is beside it."""
+    saved = Saved(range(1, 6))
+    for step in range(3, 9):
+        saved.save(Version(step, 2), ((1, 2), (2, step)))
+    job, store = saved.run.job, saved.run.store
+    branches.begin(store, job.replace(steps=99), Before(job), Version(4, 1), 0.0)
+    collect(saved.run, KEEP, saved.asked(), saved.claim)
+    listed = {each.version: each.deleted for each in saved.run.checkpoints.versions()}
+    assert listed[Version(3, 1)] and listed[Version(5, 1)] and not listed[Version(4, 1)]
+    branches.begin(store, job.replace(steps=98), Before(job, newest=2), Version(5, 1), 0.0)
+    collect(saved.run, KEEP, saved.asked(), saved.claim)
+    left = {each.version for each in saved.run.checkpoints.versions()}
+    assert left == {Version(4, 1), Version(5, 1), Version(7, 2), Version(8, 2)}
+    assert saved.run.checkpoints.verify(Version(4, 1)).good
+
+
 def test_l7_what_a_fall_back_abandoned_is_collected_once_the_run_has_passed_it() -> None:
     saved = Saved(range(1, 7))
     line = extended(((1, 3),), Version(5, 2))

@@ -20,6 +20,7 @@ from elastic.protocol.commit_record import Copied
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.keeper_store import KeeperStore, request
 from elastic.state.region import Region
+from elastic.state.snapshot import NEVER
 from elastic.state.wire import Wire
 from tests.state.nodes import AT, SECRET, await_buddied, cluster, enter, equal, heal, later, outcome, pair, shard_of
 from tests.support.cells import cell
@@ -139,6 +140,32 @@ def test_a_copy_under_way_to_a_buddy_is_not_pulled_from_under_it() -> None:
         assert store.held() == ()
 
 
+@pytest.mark.parametrize("overwritten", [True, False], ids=["overwritten", "control"])
+def test_a_copy_that_is_overwritten_on_its_way_to_a_buddy_is_none_there(monkeypatch: pytest.MonkeyPatch, overwritten: bool) -> None:
+    """The buddy gets bytes of another version, with the right digests, and must not take them for the copy that was announced."""
+    sent, send, filled = threading.Event(), KeeperStore._send, Region.filled
+    with cluster(Layout(1, 2), 1, slots=4) as (plan, nodes):
+        snapshots = nodes[0].workers[WorkerId("w0")]
+
+        def overwrites(region: Region, slot: int) -> int:
+            if overwritten and region.held(slot) == Copy(AT, cell(2, 0)):
+                region.begin(slot)
+                snapshots._copy(slot, Copy(Version(9, 2), cell(2, 0)), shard_of(Version(9, 2), 2, 0), False)
+            return filled(region, slot)
+
+        monkeypatch.setattr(KeeperStore, "_send", lambda *arguments: (send(*arguments), sent.set()))
+        monkeypatch.setattr(Region, "filled", overwrites)
+        enter(replace(plan, buddy_every=1), nodes)
+        nodes[0].store.pair(nodes[1].store.address)
+        assert sent.wait(PATIENCE_S)
+        brought = [each for each in nodes[1].store.held() if each.worker == "w0"]
+        assert snapshots.settle().buddied_through == (NEVER if overwritten else AT.step)
+        assert [each.version for each in brought] == ([] if overwritten else [AT])
+        if not overwritten:
+            there = later(plan, Layout(1, 1), [(WorkerId("n"), nodes[1].name)], nodes[1:], nodes[1].store.held())
+            assert equal(heal(there, WorkerId("n"))[0], shard_of(AT, 1, 0))
+
+
 def test_two_copies_that_come_at_once_take_two_slots_and_a_third_is_refused() -> None:
     """Two keepers bring copies of one worker, or one brings again after its connection broke.  Each copy keeps its own bytes."""
     worker, said = WorkerId("w1"), list[str]()
@@ -201,6 +228,6 @@ def test_a_world_without_buddies_goes_on_in_the_slots_of_the_one_before() -> Non
         snapshots.settle()
         alone = replace(plan, generation=3, layout=Layout(), members=(WorkerId("w0"),), nodes=(nodes[0].name,), version=Version(6, 2))
         snapshots.enter(alone, WorkerId("w0"), shard_of(Version(6, 2), 1, 0))
-        assert snapshots.settle().copied_through == 6
+        assert snapshots.settle()[:2] == (6, NEVER), "no buddy of this world has any"
         held = {copy for copy in snapshots.region.all_held() if copy}
         assert {Copy(Version(6, 2), cell(1, 0)), Copy(Version(5, 2), cell(2, 0)), Copy(AT, cell(2, 0))} <= held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -279,6 +280,41 @@ def test_a_copy_that_is_overwritten_or_gone_is_an_error_that_names_its_keeper() 
         with pytest.raises(CopyLost, match=r"the copy of w1 on node node1") as lost:
             heal(there, WorkerId("n"))
         assert lost.value.keeper == "node1"
+
+
+@pytest.mark.parametrize("where", ["here", "remote"])
+@pytest.mark.parametrize("overwritten", [True, False], ids=["overwritten", "control"])
+def test_a_copy_that_is_overwritten_while_it_is_read_is_lost(monkeypatch: pytest.MonkeyPatch, where: str, overwritten: bool) -> None:
+    """Its worker goes on with two steps before the bytes are sent, or here once the first of them were read.  What comes then is of
+    another version, with the right digests."""
+    with cluster(Layout(1, 1), 1) as (plan, nodes):
+        enter(plan, nodes)
+        (snapshots,) = nodes[0].workers.values()
+        home = nodes[0].name if where == "here" else NodeId("elsewhere")
+        there = later(plan, Layout(1, 1), [(WorkerId("n"), home)], nodes, nodes[0].store.held())
+        steps = [5, 6] if overwritten else []
+
+        def goes_on() -> None:
+            while steps:
+                step = steps.pop(0)
+                snapshots.committed(outcome(step, copied=step - 1), shard_of(Version(step, 2), 1, 0))
+                snapshots.settle()
+
+        if where == "remote":
+            find = KeeperStore._find
+            monkeypatch.setattr(KeeperStore, "_find", lambda store, *arguments: (find(store, *arguments), goes_on())[0])
+        calls = itertools.count()
+
+        def hook() -> None:
+            if where == "here" and next(calls):  # the first call is before the first piece
+                goes_on()
+
+        if not overwritten:
+            assert equal(heal(there, WorkerId("n"), hook=hook)[0], shard_of(AT, 1, 0))
+            return
+        with pytest.raises(CopyLost, match="it was overwritten meanwhile"):
+            heal(there, WorkerId("n"), hook=hook)
+        assert not steps and {copy.version.step for copy in snapshots.region.all_held() if copy} == {5, 6}
 
 
 def test_what_a_dead_worker_left_stays_until_it_is_released() -> None:

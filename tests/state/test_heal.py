@@ -18,12 +18,15 @@ from torch import nn
 from elastic.engine.optim.adamw import ADAMW
 from elastic.engine.optim.base import rule_of
 from elastic.engine.world import World
-from elastic.errors import FencedOff, ModelError
-from elastic.ids import Version
+from elastic.errors import FencedOff, ModelError, StateMissing
+from elastic.ids import NodeId, Version, WorkerId
 from elastic.job import Job
 from elastic.plan.layout import Layout
+from elastic.plan.transfer import Holding, moves
+from elastic.protocol.plan import Plan
 from elastic.state import heal
 from elastic.state.heal import _exchange, nothing
+from elastic.state.shard import Shard
 from elastic.train.blame import classify, touch
 from elastic.train.counters import OPERATIONS
 from elastic.train.model import State, build_model, builder_of, tensors_of
@@ -201,6 +204,28 @@ def half_healed(world: World) -> tuple[str, str] | None:
 def test_who_is_left_while_slices_are_exchanged_blames_its_peer(ranks: Ranks) -> None:
     """R8, R20: it does not blame the job, which would end at the second such error."""
     assert ranks.run(Layout(2, 1), half_healed) == [("peer", ""), None]
+
+
+@pytest.mark.parametrize("there", [(BROKE_AT + 1, BROKE_AT), (BROKE_AT + 1,), ()], ids=["both", "another version", "none"])
+def test_only_the_version_of_the_plan_is_taken(tmp_path: Path, there: tuple[int, ...]) -> None:
+    """A worker may still hold another version in the same layout, as one that applied a step which is dropped."""
+    job, worker = small_job(tmp_path), WorkerId("w0")
+    world = World.alone(torch.device("cpu"))
+    try:
+        with member(world, job, Version(0, 0), prefetch=0) as me:
+            state, version = me.state, Version(BROKE_AT, 1)
+            cell, wanted = state.shard.cell, {key: torch.full_like(value, BROKE_AT) for key, value in state.shard.values.items()}
+            held = [Shard(Version(step, 1), cell, {key: torch.full_like(each, step) for key, each in wanted.items()}) for step in there]
+            plan = Plan(1, 2, Layout(1, 1), (worker,), version, "live", (Holding(worker, version, cell),), NodeId("n"))
+            todo = moves(state.tensors, plan.holders, plan.layout, plan.members, plan.nodes)
+            if BROKE_AT not in there:
+                with pytest.raises(StateMissing, match="which does not hold it"):
+                    heal.from_members(state, plan, worker, held, todo)
+                return
+            heal.from_members(state, plan, worker, held, todo)
+            assert all(torch.equal(state.shard.values[key], value) for key, value in wanted.items())
+    finally:
+        world.close()
 
 
 def test_half_way_comes_for_those_too_who_exchange_nothing() -> None:

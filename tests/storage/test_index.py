@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from storage.checkpoints import INDEX, Checkpoints, ShardReceipt
 from storage.checkpoints.checkpoints import RECENT
-from storage.checkpoints.index import cuts_of, grouped
-from storage.errors import Damaged, Missing
+from storage.checkpoints.index import Index, cuts_of, grouped
+from storage.errors import Damaged, Incomplete, Missing
 from storage.objects import ObjectStore
 from storage.slices import Slice, Tensor, Version
 from tests.benchmarks.scale.manifests import Counting, commit, parts_of, saved
@@ -92,6 +92,22 @@ def test_groups_are_the_tensors_with_the_same_boxes_in_the_same_files(cuts: set[
 
 
 # ---- damage
+
+
+def test_boxes_that_overlap_or_leave_a_gap_cover_nothing() -> None:
+    """Elements that are stored twice may differ.  The control: a part of which each element is there once."""
+    tensor = TENSORS[0]
+    rows = tensor.shape[0]
+
+    def part(first: int, last: int) -> Slice:
+        return Slice(tensor.name, tensor.kind, (first, *tensor.whole().start[1:]), (last, *tensor.whole().stop[1:]))
+
+    for second in (rows - 2, rows):
+        cuts = [(file, cut) for file, box in (("a", part(0, rows - 1)), ("b", part(second, rows))) for cut in cuts_of([(tensor, box)])]
+        index = Index(grouped(cuts), {})
+        assert [file for file, _, _ in index.covering(part(0, rows - 2))] == ["a"]
+        with pytest.raises(Incomplete, match=r"\d+ of \d+ elements are stored"):
+            index.covering(tensor.whole())
 
 
 def test_verify_and_every_reader_judge_a_header_alike() -> None:

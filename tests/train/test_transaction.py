@@ -236,6 +236,21 @@ def test_losses_and_norm_come_from_the_members_that_report_them(axis: str, speak
 
 
 @pytest.mark.fast
+def test_sums_of_several_dtypes_are_told_exactly() -> None:
+    """A loss may give counts as integers in one microbatch and as float32, which would round them, in another; sums in float64 too."""
+    counts = [torch.tensor(2**24 + 1 + index) if index % 3 else torch.tensor(7.0) for index in range(SHAPE.microbatches)]
+    losses = [torch.tensor(0.1 * (index + 1), dtype=(torch.float32, torch.float64)[index % 2]) for index in range(SHAPE.microbatches)]
+    records = []
+    for rank in range(SHAPE.world):
+        mine = [SHAPE.deal.microbatch_of(round_, rank) or 0 for round_ in range(SHAPE.rounds)]
+        share = Share([losses[each] for each in mine], [counts[each] for each in mine], [(each, each + 1) for each in mine])
+        norm = torch.ones((), dtype=torch.float64)
+        records.append(fill_record(blank_record(SHAPE, head_of(SHAPE, rank, 7, 0), share), share, norm))
+    outcome = conclude(SHAPE, 7, torch.cat(records).numpy().tobytes())
+    assert outcome.counts == tuple(int(each) for each in counts) and outcome.losses == tuple(float(each) for each in losses)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("wrong", [4.5, -1.0, 0.3, math.nan, math.inf])
 def test_a_count_that_is_no_number_of_terms_is_no_outcome(wrong: float) -> None:
     """The first such microbatch is named, whoever reports it.  The control: the idle round of a member may have any count."""

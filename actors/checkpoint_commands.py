@@ -20,7 +20,7 @@ from elastic.runs import branches, forks, retention
 from elastic.runs.quarantine import held_in
 from elastic.runs.run import Run
 from elastic.runs.which import left_behind, parsed, version_at
-from storage.checkpoints import EXPORTED, Manifest
+from storage.checkpoints import EXPORTED, Manifest, has_average
 from storage.errors import Exists, Full
 from storage.slices import Tensor, nbytes
 
@@ -252,14 +252,20 @@ def verify(job: Job, step: str | None) -> int:
     return 0 if report.good else 1
 
 
-def export(job: Job, step: str | None, folder: Path) -> int:
-    """Writes the whole tensors of a checkpoint to ``folder``.  Raises :class:`JobError` if it has such files or cannot be written."""
+def export(job: Job, step: str | None, folder: Path, *, average: bool = False) -> int:
+    """Writes the whole tensors of a checkpoint to ``folder``, with ``average`` those of the average of the weights.
+
+    Raises :class:`JobError` if it has such files, cannot be written, or there is no average.
+    """
     run = Run.begun(job)
+    version = version_at(run, step)
+    if average and not has_average(run.checkpoints.open(version)):
+        raise JobError(f"--average: the checkpoint of {version} has no average of the weights, which optim.average keeps; leave it out")
     there = [name for name in EXPORTED if (folder / name).exists()]
     if there:
         raise JobError(f"--to = {str(folder)!r} has {' and '.join(there)} already, perhaps of another step; name a new folder")
     try:
-        written = run.checkpoints.export(version_at(run, step), folder)
+        written = run.checkpoints.export(version, folder, average=average)
     except OSError as error:  # an error of the bucket would be a StorageError
         raise JobError(f"--to = {str(folder)!r} is not a folder that can be written: {error.strerror}; name a new folder") from error
     for path in written:

@@ -90,6 +90,7 @@ def _parser(words: Sequence[str]) -> PlainParser:
     evaluate = _takes_job(parsers, "evaluate", "commands:evaluate", "measure the loss of a checkpoint on held-out samples, in this process")
     which = "step of the checkpoint, STEP.GENERATION of one left behind, or best, as RUN@best is (default: the newest good one)"
     evaluate.add_argument("--step", help=which)
+    evaluate.add_argument("--average", action="store_true", help="measure the average of the weights (optim.average)")
     rerun = _takes_job(parsers, "rerun", "commands:rerun", "compute a step again from the checkpoint before it, in this process")
     which = "the step, or STEP.GENERATION of one left behind; there must be a checkpoint of the step before it"
     rerun.add_argument("--step", required=True, help=which)
@@ -250,4 +251,5 @@ def _add_checkpoint(parsers: Any) -> None:
     export = _takes_job(parsers, "export", "commands:checkpoint_export", "write whole tensors as plain safetensors")
     for command in (show, verify, export):
         command.add_argument("--step", help="step of the checkpoint, or STEP.GENERATION of one left behind (default: the newest good one)")
+    export.add_argument("--average", action="store_true", help="write the average of the weights (optim.average) in place of the weights")
     export.add_argument("--to", type=Path, required=True, help="folder to write to")

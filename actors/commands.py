@@ -180,7 +180,9 @@ def evaluate(known: Namespace) -> int:
 
     sys.path.insert(0, str(Path.cwd()))
     job = of_run(known, *DEVICE, *HELD_OUT)
-    version, found = evaluate_here(job, known.step, accept_code=known.accept_code, tell=lambda each: say(each, "note: ", "yellow"))
+    version, found = evaluate_here(
+        job, known.step, accept_code=known.accept_code, average=known.average, tell=lambda each: say(each, "note: ", "yellow")
+    )
     say(told_of(version.step, found))
     return 0
 
@@ -420,4 +422,4 @@ def checkpoint_verify(known: Namespace) -> int:
 def checkpoint_export(known: Namespace) -> int:
     from actors.checkpoint_commands import export
 
-    return export(of_run(known), known.step, known.to)
+    return export(of_run(known), known.step, known.to, average=known.average)

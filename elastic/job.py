@@ -482,7 +482,7 @@ The name only says which run it is.  ``data.args`` are free, because the fingerp
 """
 _LATER: dict[str, dict[str, Any]] = {
     "data": {"weights": [], "group_by_length": False},
-    "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled", "moments": "model", "groups": []},
+    "optim": {"kind": "adamw", "args": {}, "momentum": 0.9, "decay": "decoupled", "moments": "model", "average": 0.0, "groups": []},
     "schedule": {"decay_steps": 0, "args": {}},
     "batch_ramp": {"start": 0, "increment": 0, "samples": 0},
     "reduction": {"block": 1, "wire": "fp32"},

@@ -83,6 +83,7 @@ OTHER: dict[str, Any] = {
     "optim.decay": "l2",
     "optim.moments": "bf16",
     "optim.clip_norm": 2.0,
+    "optim.average": 0.9,
     "optim.groups": [],
     "optim.groups[].names": ["b"],
     "optim.groups[].lr_scale": 2.0,

@@ -159,6 +159,11 @@ class Optim(Part):
     """
     clip_norm: Branch[Annotated[Number, Field(gt=0)]] = 1.0
     """Largest norm of the mean gradient.  A gradient with a larger norm is scaled down to it."""
+    average: Branch[Fraction] = 0.0
+    """Part that an average of the weights keeps in each step, such as 0.999; the rest comes from the weights after the update, and the
+    first update makes it those.  It is in float32 or the format of the weights, cut and copied as a moment is, and in every checkpoint.
+    Training and validation do not use it: ``--average`` of ``elastic checkpoint export`` and ``elastic evaluate`` do.  0: none.
+    """
     groups: Branch[tuple[ParameterGroup, ...]] = ()
     """Groups of parameters with a learning rate and a weight decay of their own.  A parameter is in the first one that names it."""
 

@@ -114,6 +114,7 @@ class Healing:
         if plan.tier == "init":
             if state.job.init:
                 counters["healed_bucket_bytes"] += weights_of(state, checkpoints, hook)
+            state.begin_averages()
             return
         if self._there:
             state.read_the_rest()

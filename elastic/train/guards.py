@@ -22,7 +22,8 @@ from elastic.errors import StateChanged
 WRITTEN = (
     "forward, backward, the loss or the loop changed the parameter {name!r} of {model!r} by itself, not by its gradient.  Such a change is "
     "lost where weights are gathered or copied, and workers would differ.  Compute what you need from it, as "
-    "w = nn.functional.normalize(self.weight), and leave out max_norm and clamping in place; a teacher that is averaged is not possible yet"
+    "w = nn.functional.normalize(self.weight), and leave out max_norm and clamping in place.  "
+    "For an average of all weights set optim.average; a teacher that forward uses is not possible yet"
 )
 REPLACED = (
     "forward, backward, the loss or the loop put another tensor in the place of the parameter {name!r} of {model!r}; build it in the "

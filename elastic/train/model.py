@@ -26,7 +26,7 @@ from elastic.engine.axes.whole import Whole
 from elastic.engine.layers import Layers
 from elastic.engine.loss_scale import SCALARS, is_scaled
 from elastic.engine.meta import without_memory
-from elastic.engine.optim.base import Optimizer, Part, Rule
+from elastic.engine.optim.base import Optimizer, Part, Rule, dtype_of_average
 from elastic.engine.optim.groups import decays, parameter_groups
 from elastic.engine.parallelize import matrices_of, parallelize, sharding_table, shared_across, unlike_within, without_dimensions
 from elastic.engine.spikes import Spikes
@@ -41,7 +41,7 @@ from elastic.state.streaming import Moments, fetch, group_bytes, groups_of, put,
 from elastic.train.arithmetic import Arithmetic
 from elastic.train.guards import Guard
 from storage.errors import Unavailable
-from storage.slices import Tensor, Version, nbytes
+from storage.slices import AVERAGE, Tensor, Version, nbytes
 
 AS_IT_BEGAN = "go on with the code and the settings that the run began with, or begin a run of another name"
 AS_IT_IS_THERE = "use the model and the model_args of that run"
@@ -195,6 +195,8 @@ def tensors_of(model: nn.Module, rule: Rule) -> tuple[Tensor, ...]:
             moments = rule.moments_of(is_matrix=name in matrices)
             dtype = DTYPE_NAMES[rule.moments_dtype or parameter.dtype]
             found += [Tensor(name, f"moment.{moment}", dtype, shape) for moment in moments]
+            if rule.averages:
+                found.append(Tensor(name, AVERAGE, DTYPE_NAMES[dtype_of_average(parameter)], shape))
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         found.append(Tensor(name, "buffer" if name in persistent else "constant", DTYPE_NAMES[buffer.dtype], tuple(buffer.shape)))
@@ -276,7 +278,7 @@ def _is_streamed(key: Key) -> bool:
 
 def _part_of(part: Part, values: Mapping[Key, torch.Tensor]) -> Part:
     moments = {kind: values[f"moment.{kind}", part.name] for kind in part.moments}
-    return replace(part, values=values["parameter", part.name], moments=moments)
+    return replace(part, values=values["parameter", part.name], moments=moments, average=values.get((AVERAGE, part.name)))
 
 
 class State:
@@ -334,7 +336,9 @@ class State:
                     own = {UPDATES.name: self.optimizer.updates, MISSED: self.optimizer.missed}
                     value = (own | self.optimizer.scalars | self.optimizer.kept)[tensor.name]
                 case moment:
-                    value = self.optimizer.parts[tensor.name].moments[moment.removeprefix("moment.")]
+                    part = self.optimizer.parts[tensor.name]
+                    own = {AVERAGE: part.average} if part.average is not None else {}
+                    value = (own | {f"moment.{name}": each for name, each in part.moments.items()})[moment]
             expected, found = held(tensor, cell).shape, tuple(value.shape)
             assert found == expected, (
                 f"{tensor.kind} {tensor.name!r}: the member in cell {cell!r} has memory of shape {found}, and placement says {expected}; "
@@ -342,6 +346,19 @@ class State:
             )
             values[tensor.kind, tensor.name] = value.detach()
         return values
+
+    def begin_averages(self) -> None:
+        """Lets the averages be the weights, as before the first update."""
+        for (kind, name), value in self.shard.values.items():
+            if kind == AVERAGE and self.optimizer.rule.averages:
+                value.copy_(self.shard.values["parameter", name])
+                self.shard.let_go((kind, name))
+
+    def evaluate_averages(self) -> None:
+        """Puts the averages in the place of the weights.  A state with which a run goes on must not do so."""
+        for name, value in self.trained.items():
+            value.copy_(self.shard.values[AVERAGE, name])
+        self.parameters.current = False
 
     # ---- state that lives in a slot
 

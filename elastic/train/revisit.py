@@ -42,21 +42,32 @@ from storage.checkpoints import Checkpoints
 
 
 def evaluate_here(
-    job: Job, step: int | str | None = None, *, accept_code: bool = False, tell: Callable[[str], object] = lambda _: None
+    job: Job,
+    step: int | str | None = None,
+    *,
+    accept_code: bool = False,
+    average: bool = False,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> tuple[Version, Validated]:
     """Returns the good checkpoint at ``step``, or the newest, and what it loses on the samples of ``[validation]``.
 
     ``step`` may name the generation, too, as ``400.3``, of a checkpoint that the run has left behind, or be ``best``.
+    With ``average`` it is what the average of the weights loses.
     ``tell`` is called with a sentence if these are the samples that are trained on, as they are without ``[validation]``, and if the best
     one was never saved.
     Raises :class:`JobError`, also if it was made with other code unless ``accept_code``, and :class:`~storage.errors.Damaged` for bytes
     that changed.
     """
-    return validate_here(job, step, accept_code=accept_code, tell=tell)[:2]
+    return validate_here(job, step, accept_code=accept_code, average=average, tell=tell)[:2]
 
 
 def validate_here(
-    job: Job, step: int | str | None = None, *, accept_code: bool = False, tell: Callable[[str], object] = lambda _: None
+    job: Job,
+    step: int | str | None = None,
+    *,
+    accept_code: bool = False,
+    average: bool = False,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> tuple[Version, Validated, str]:
     """Returns and raises as :func:`evaluate_here`, and returns what tells the samples from others besides."""
     run = Run.begun(job)
@@ -71,6 +82,10 @@ def validate_here(
     with _restored(run, job, run.job.replace(validation=asked), version, made, by, accept_code) as (session, state, fence):
         for each in unlike_held_out(session):
             tell(each)
+        if average:
+            if not state.optimizer.rule.averages:
+                raise JobError(f"--average: {run.job.name} keeps no average of the weights, since optim.average = 0; leave it out")
+            state.evaluate_averages()
         return version, validate(session, state, fence, version.step), held_out_of(session)
 
 

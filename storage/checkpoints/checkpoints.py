@@ -290,9 +290,9 @@ class Checkpoints:
         except Damaged as error:  # the manifest or the index
             return Verified(version, 0, 0, 0, (error,))
 
-    def export(self, version: Version, destination: Path) -> list[Path]:
+    def export(self, version: Version, destination: Path, *, average: bool = False) -> list[Path]:
         """Writes whole tensors as ``model.safetensors`` and ``optimizer.safetensors`` into ``destination``; returns their paths."""
-        return export(self.open(version), destination)
+        return export(self.open(version), destination, average=average)
 
     def export_model(self, version: Version, key: str, progressed: Callable[[], None] = lambda: None) -> File:
         """Creates the object ``key`` with the bytes of ``model.safetensors``, unless it is there, and returns what it is.

@@ -43,7 +43,15 @@ def test_every_setting_has_a_meaning_and_a_change_class() -> None:
 
 def test_the_trajectory_is_what_is_not_free() -> None:
     """The name is an exception: it says which run it is.  A run's folder may be moved, so its bucket is free."""
-    optim = {"kind": "a.b:c", "args": {"x": 1}, "momentum": 0.5, "decay": "l2", "moments": "bf16", "groups": [{"names": ["a"]}]}
+    optim = {
+        "kind": "a.b:c",
+        "args": {"x": 1},
+        "momentum": 0.5,
+        "decay": "l2",
+        "moments": "bf16",
+        "groups": [{"names": ["a"]}],
+        "average": 0.5,
+    }
     schedule = {"kind": "wsd", "decay_steps": 1}
     job = Job(
         name="run",

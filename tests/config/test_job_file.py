@@ -158,7 +158,7 @@ def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture
             "[optim]\nnesterov = 1",
             [],
             "job.toml: unknown setting 'optim.nesterov'; [optim] has kind, args, lr, betas, momentum, eps, weight_decay, decay, moments, "
-            "clip_norm, groups",
+            "clip_norm, average, groups",
         ),
         (
             "recompute = 'sqrt'\nactivations = 'int8'",

@@ -29,7 +29,7 @@ from elastic.errors import CodeError
 from elastic.imports import load
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
-from storage.slices import Slice
+from storage.slices import AVERAGE, Slice
 from storage.slices import Tensor as StateTensor
 
 RULES = {
@@ -61,6 +61,8 @@ class Part:
     """Shape of the whole tensor."""
     is_matrix: bool
     """True for a parameter with two dimensions inside a block."""
+    average: Tensor | None = None
+    """The average of the values, if the job has one (``optim.average``).  A rule leaves it alone."""
     group: ParameterGroup = REST
     """The group of the parameter.  All parts of one update have the same learning rate and the same weight decay."""
 
@@ -137,12 +139,19 @@ class Rule:
     """True if ``update`` must know how many updates each parameter has had.  :func:`rule_of` unsets it for earlier ``numerics``."""
     kept: tuple[StateTensor, ...] = ()
     """Further tensors of the state, whole on every member, which the job keeps beside the rule.  :func:`rule_of` sets it."""
+    averages: bool = False
+    """True if the job keeps an average of the weights beside the moments.  :func:`rule_of` sets it."""
     moments_dtype: torch.dtype | None = None
     """The dtype of the moments, if it is not that of the parameter.  :func:`rule_of` sets it; ``update`` must round then."""
 
     def moments_of(self, *, is_matrix: bool) -> tuple[str, ...]:
         """Returns the moments of a parameter."""
         return self.matrix_moments if is_matrix and self.matrix_moments is not None else self.moments
+
+
+def dtype_of_average(values: Tensor) -> torch.dtype:
+    """Returns the dtype of the average of ``values``: in 16 bits it would stand still."""
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 def mean_(grads: list[Tensor], hyper: Hyper) -> None:
@@ -209,7 +218,10 @@ def rule_of(job: Job) -> Rule:
             f"optim.groups have their own learning rates, and optim.kind = {kind!r} has one scalar {found.scalars[0]!r} for all; leave "
             f"optim.groups out, or keep a moment in place of the scalar"
         )
-    found = replace(found, kept=spikes.tensors_of(job), counts=found.counts and job.numerics >= UNUSED_SINCE)
+    if job.optim.average and AVERAGE in (f"moment.{each}" for each in found.moments):
+        raise CodeError(f"optim.kind = {kind!r} has a moment 'average', as optim.average does; give the moment another name")
+    counts = found.counts and job.numerics >= UNUSED_SINCE
+    found = replace(found, averages=job.optim.average > 0, kept=spikes.tensors_of(job), counts=counts)
     if job.optim.moments == "bf16":
         found = replace(found, moments_dtype=torch.bfloat16)
     if not is_scaled(job):
@@ -267,6 +279,7 @@ class Optimizer:
                 name in decayed,
                 shapes.get(name, tuple(value.shape)),
                 name in matrices,
+                torch.zeros_like(value, dtype=dtype_of_average(value), requires_grad=False) if rule.averages else None,
                 groups.get(name, REST),
             )
             for name, value in parameters.items()
@@ -305,17 +318,26 @@ class Optimizer:
         hyper = Hyper(job.optim, lr, self.updates, self.scalars, 0.0, divide, clip, prepared, job.seed, outcome.step, missed)
 
         def update(parts: list[Part]) -> None:
-            parts = [part for part in parts if part.name not in unused] if unused else parts
-            if parts and outcome.applies:
+            used = [part for part in parts if part.name not in unused] if unused else parts
+            if used and outcome.applies:
                 for name, value in before.items():  # each group begins with the same scalars, and ends with the same
                     self.scalars[name].copy_(value)
-                self._update(parts, [grads[part.name] for part in parts], hyper)
+                self._update(used, [grads[part.name] for part in used], hyper)
+            if outcome.applies and self.rule.averages:
+                self._average(parts)
 
         self.visit(update)
         self.updates += outcome.applies
         if self.rule.counts and unused and outcome.applies:
             self.missed += torch.tensor([float(name in unused) for name in self._names])
         return lr
+
+    def _average(self, parts: list[Part]) -> None:
+        """Takes the values into their averages, as torch.optim.swa_utils.AveragedModel does with get_ema_multi_avg_fn()."""
+        share = 1 - self.job.optim.average if self.updates else 1.0
+        for part in parts:
+            assert part.average is not None
+            part.average.lerp_(part.values.to(part.average.dtype), share)
 
     def _update(self, parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
         l2, weight_decay = self.job.optim.decay == "l2", self.job.optim.weight_decay

@@ -23,7 +23,7 @@ from elastic.job import BEFORE, Job
 from elastic.plan.stretches import Stretch, Stretches, ended
 from elastic.runs import forks
 from storage.checkpoints import Checkpoints
-from storage.errors import Damaged, Missing
+from storage.errors import Damaged, Missing, Unavailable
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
@@ -84,7 +84,11 @@ def write_anew(job: Job) -> str:
 
     A run for which another one keeps a checkpoint was forked from there.
     """
-    store, name = ObjectStore.open(job.bucket), job.name
+    name = job.name
+    try:
+        store = ObjectStore.open(job.bucket)
+    except Unavailable:  # the checks of the bucket say so, with the fix
+        return ""
     if not lost(store, name) or not store.exists(f"{name}/job.json"):
         return ""
     later, listed = every(store, name), Checkpoints(store, name).versions()

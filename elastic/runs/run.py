@@ -469,7 +469,8 @@ class Run:
 
 def _goes_on(state: RunState, last: RunState) -> str:
     """Returns where a start that stands at ``state`` goes on after what was recorded ``last``."""
-    where = f"goes on from step {state.step}" if state.step else "begins at step 0, since no checkpoint of it is complete"
-    again = f"; the steps after it are done again, at least up to {last.step}" if last.step > state.step else ""
+    step = max(state.history.saved, default=Version(0, 0)).step  # a damaged checkpoint may have committed more
+    where = f"goes on from step {step}" if step else "begins at step 0, since no checkpoint of it is complete"
+    again = f"; the steps after it are done again, at least up to {last.step}" if last.step > step else ""
     jump = f"; its generations go on at {state.next_generation}, since nobody knows which it used last"
     return f"{where}{again}{jump if state.generation > last.generation else ''}"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from actors.cli import main
+from actors.launch import Result
+from actors.terminal import show_result
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
@@ -177,6 +179,20 @@ def test_a_small_file_of_the_newest_checkpoint_is_damaged(
     shutil.copytree(tmp_path / "copy", job.bucket)
     fork = said("train", f"--local --name other --resume {job.name}@latest")
     assert fork.startswith("0: ") and "other goes on from step 4" in fork
+    state, begins = Run.find(job).begins(9, 0.0)
+    assert max(state.history.saved).step == 4 and f"the checkpoint of {version} is damaged" in begins, "a coordinator says so, too"
+    assert "DAMAGED.json" in {path.name for path in folder.iterdir()}
+
+
+def test_the_last_line_names_a_checkpoint_only_if_there_is_one(damaged: tuple[Job, Version], capsys: pytest.CaptureFixture[str]) -> None:
+    job, _ = damaged
+    result = Result("Failed", "a test", STOP, 2, job.bucket, job.name)
+    assert show_result(result, job, "job.toml") == 2
+    assert "`elastic train job.toml` goes on from the newest good checkpoint" in " ".join(capsys.readouterr().out.split()), "the control"
+    shutil.rmtree(Path(job.bucket) / job.name / "steps")
+    assert show_result(result, job, "job.toml") == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "`elastic train job.toml` begins again at step 0: no checkpoint was completed" in said and "newest" not in said
 
 
 def test_r23_a_run_that_was_restarted_in_vain_is_not_started_once_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from actors.terminal import console, say
 from elastic.config.command_line import words_to_show
 from elastic.config.settings import COMMAND_LINE
 from elastic.errors import ElasticError, JobError, PlatformGaveUp
-from elastic.imports import failure, users_traceback
+from elastic.imports import check_packages, failure, less_memory, users_traceback
 from elastic.job import Job
 from elastic.runs.named import job_of_run
 from storage.errors import Damaged, StorageError
@@ -57,6 +57,12 @@ def of_run(known: Namespace, *reads: str, file: str = "job") -> Job:
     return job
 
 
+def _import_from_here() -> None:
+    """Lets the code of this folder be imported, as Python does for a script.  Raises as :func:`check_packages`."""
+    sys.path.insert(0, str(Path.cwd()))
+    check_packages()
+
+
 def _line(known: Namespace) -> str:
     """Returns the words that name the same run on the command line of another command.
 
@@ -66,7 +72,7 @@ def _line(known: Namespace) -> str:
 
 
 def train(known: Namespace) -> int:
-    sys.path.insert(0, str(Path.cwd()))
+    _import_from_here()
     check_file(known.job)
     job = _job(known)
     for warning in job.warnings() if not known.quiet else ():
@@ -93,7 +99,9 @@ def train(known: Namespace) -> int:
         if not known.local:
             raise
         print(users_traceback(error), end="", file=sys.stderr)
-        raise JobError(f"the job failed in this process: {failure(error)}; the traceback is above") from error
+        less = less_memory(error)
+        why = f"{failure(error)}; {less}" if less else failure(error)
+        raise JobError(f"the job failed in this process: {why}; the traceback is above") from error
     return show_result(result, job, line)
 
 
@@ -127,7 +135,7 @@ def estimate(known: Namespace) -> int:
         for line in estimate.of_parameters(known.params):
             say(line)
         return 0
-    sys.path.insert(0, str(Path.cwd()))
+    _import_from_here()
     job = _sized(_job(known))
     tensors, tried = estimate.tensors_of_job(job), list[estimate.Tried]()
     try:
@@ -178,7 +186,7 @@ def evaluate(known: Namespace) -> int:
     from elastic.protocol.commit_record import told_of
     from elastic.train.revisit import evaluate_here
 
-    sys.path.insert(0, str(Path.cwd()))
+    _import_from_here()
     job = of_run(known, *DEVICE, *HELD_OUT)
     version, found = evaluate_here(
         job, known.step, accept_code=known.accept_code, average=known.average, tell=lambda each: say(each, "note: ", "yellow")
@@ -190,14 +198,14 @@ def evaluate(known: Namespace) -> int:
 def owed(known: Namespace) -> int:
     from actors.owed_command import owed
 
-    sys.path.insert(0, str(Path.cwd()))
+    _import_from_here()
     return owed(of_run(known, *DEVICE), known.pay, accept_code=known.accept_code)
 
 
 def rerun(known: Namespace) -> int:
     from elastic.train.revisit import rerun_here
 
-    sys.path.insert(0, str(Path.cwd()))
+    _import_from_here()
     again = rerun_here(of_run(known, *DEVICE), known.step, accept_code=known.accept_code)
     now, then = again.now, again.then
     table = Table("microbatch", "samples", "loss", "terms", "loss that the run recorded")

@@ -112,7 +112,7 @@ class Worker:
             self._doing = "asks for its GPU" if self.job.workers.gpus else self._doing
             uuid = gpus.checked_uuid() if self.job.workers.gpus else ""
             device = prepare_process(self.job, ray.util.get_node_ip_address())
-            self._doing = "opens its data"
+            self._doing = "imports the job's code and opens its data"
             session = make_session(self.job, self.counters)
             self._doing = "builds the model"
             model = build_model(self.job, session.builder)

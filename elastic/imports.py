@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import os
+import pkgutil
 import platform
 import re
 import sys
@@ -28,8 +29,11 @@ from elastic.objects import OBJECT, Given, fingerprints
 PACKAGES = ("elastic", "actors", "storage")
 VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 """A text that stands for the value of an environment variable."""
+LIBRARIES = ("torch", "ray", "numpy", "pyarrow", "pydantic", "rich", "blake3", "fsspec", "grpc", "tokenizers", "transformers")
+"""The installed packages that Elastic imports: a file of the user's of that name would be imported in their place."""
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that contains our packages."""
+NO_MEMORY = re.compile(r"out of memory|can(?:'|no)t allocate memory", re.IGNORECASE)
 version_of = functools.cache(metadata.version)
 """Returns the version of an installed package, whose description a process parses once: 10 ms, and each save asks for three."""
 
@@ -140,10 +144,17 @@ def _module(named: str, name: str) -> ModuleType:
         first = ", ".join(repr(entry) for entry in sys.path[:3])
         raise CodeError(
             f"{named}: there is no module {error.name!r} on this machine's path, which begins with {first}; "
-            f"install its package on every node, or add its folder to PYTHONPATH"
+            f"install its package on every node, or add its folder to PYTHONPATH{_near(error.name)}"
         ) from None
     except Exception as error:  # the user's module may raise anything while it is imported; all of it is a named error
         raise CodeError(f"{named}: {_failed(name, error)}") from error
+
+
+def _near(module: str) -> str:
+    """Returns the end of a sentence that names the module beside the missing ``module`` that is spelt most like it; "" if none is."""
+    package = module.rpartition(".")[0]
+    places, head = (sys.modules[package].__path__, f"{package}.") if package else (sys.path[:3], "")
+    return did_you_mean(module, [f"{head}{each.name}" for each in pkgutil.iter_modules(places)])
 
 
 def _failed(module: str, error: Exception) -> str:
@@ -187,6 +198,16 @@ def failure(error: Exception) -> str:
     users = [frame for frame in others if not _is_ours(frame)]
     frame = next((found[-1] for found in (users, others, frames) if found), None)
     return _what(error) if frame is None else f"{_what(error)} (in {frame.filename}, line {frame.lineno})"
+
+
+def less_memory(error: BaseException) -> str:
+    """Returns what to do about an error of memory that was not there, on a GPU or a CPU; "" for any other error."""
+    if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
+        return ""
+    return (
+        "the memory is not enough: lower microbatch, set recompute to 'block' or precision to 'bf16', or let more workers share the state "
+        "(workers.max, parallel.zero = 2 or 3); `elastic estimate` tells what a job takes"
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -236,10 +257,15 @@ def _in_frame(error: Exception, path: str) -> Callable[..., Any] | None:
     return found if callable(found) else None
 
 
-def users_traceback(error: BaseException) -> str:
-    """Returns the traceback of ``error`` without the frames of our own packages; with them if there are no others."""
+def users_traceback(error: BaseException, *, or_ours: bool = True) -> str:
+    """Returns the traceback of ``error`` without the frames of our own packages.
+
+    If there are no others, it has them, or without ``or_ours`` it is "": the sentence about the error says as much.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not _is_ours(frame)]
+    if not others and not or_ours:
+        return ""
     head = "Traceback (most recent call last):\n"
     return "".join([head, *traceback.format_list(others or frames), *traceback.format_exception_only(error)])
 
@@ -257,7 +283,7 @@ def _place(module: ModuleType) -> str:
 
 
 def check_packages(*folders: Path) -> None:
-    """Raises :class:`CodeError` if another folder or file shadows one of our packages.
+    """Raises :class:`CodeError` if another folder or file shadows one of our packages, or of those that they import.
 
     It checks what this process would import, and ``folders`` that will come first on the path of other processes (the working folder of
     a submitted job).
@@ -266,6 +292,11 @@ def check_packages(*folders: Path) -> None:
         for place in (_resolved(name), *(found for folder in folders for found in _named(folder, name))):
             if place is not None and place.resolve() != ROOT / name:
                 raise CodeError(f"{place} takes the place of Elastic's own package {name!r} ({ROOT / name}); rename it")
+    for folder in {Path(sys.path[0]).resolve(), *(folder.resolve() for folder in folders)}:
+        others = [entry for entry in sys.path if Path(entry).resolve() != folder]
+        for place in (found for name in LIBRARIES for found in _named(folder, name)):
+            if PathFinder.find_spec(place.stem, others) is not None:  # else the folder is where the package itself is worked on
+                raise CodeError(f"{place} takes the place of the package {place.stem!r}, which Elastic imports; rename it")
 
 
 def _resolved(name: str) -> Path | None:
@@ -306,7 +337,8 @@ def code_digest(paths: Iterable[str]) -> str:
 def _places(module: ModuleType) -> list[Path]:
     """Returns the folders of a package (several if it lacks ``__init__.py``), or the file of a module."""
     folders = [Path(entry) for entry in getattr(module, "__path__", ())]
-    return folders or ([Path(module.__file__)] if module.__file__ else [])
+    file = getattr(module, "__file__", None)  # a module of C, such as builtins, has none
+    return folders or ([Path(file)] if file else [])
 
 
 def _digest(places: Iterable[Path]) -> str:

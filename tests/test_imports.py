@@ -55,6 +55,8 @@ def test_code_is_found_by_name(user_code: Path) -> None:
         ("theirs.good:xyzzy", "has no 'xyzzy'; it has SIZE, build"),
         ("nobodys.good:build", "there is no module 'nobodys' on this machine's path, which begins with '"),
         ("theirs.missing:build", "there is no module 'theirs.missing' on this machine's path"),
+        ("theirs.godo:build", "or add its folder to PYTHONPATH; did you mean 'theirs.good'?"),
+        ("thiers.good:build", "or add its folder to PYTHONPATH; did you mean 'theirs'?"),
         ("theirs.needs:build", "importing theirs.needs failed with ModuleNotFoundError: No module named 'not_installed_anywhere'"),
         ("theirs.raises:build", "importing theirs.raises failed with ZeroDivisionError"),
         ("theirs.syntax:build", "importing theirs.syntax failed with SyntaxError"),
@@ -94,6 +96,22 @@ def test_u8_a_working_folder_that_would_shadow_us_is_refused(tmp_path: Path, nam
     offender.write_text("")
     with pytest.raises(CodeError, match=rf"{tmp_path}/{name}(\.py)? takes the place of Elastic's own package '{name}'.*rename it"):
         check_packages(tmp_path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("form", ["{}/__init__.py", "{}.py"])
+def test_a_file_that_would_be_imported_in_place_of_a_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """The controls: a folder of data of that name, and a folder in which the library itself is worked on."""
+    offender = tmp_path / form.format("torch")
+    offender.parent.mkdir(exist_ok=True)
+    (tmp_path / "ray").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    check_packages()
+    offender.write_text("")
+    with pytest.raises(CodeError, match=rf"{tmp_path}/torch(\.py)? takes the place of the package 'torch', .*; rename it"):
+        check_packages()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    check_packages()
 
 
 @pytest.mark.fast
@@ -148,6 +166,7 @@ def test_the_digest_is_of_the_sources_wherever_they_lie(user_code: Path, tmp_pat
     (user_code / "deep" / "new.py").rename(user_code / "deep" / "renamed.py")
     renamed = code_digest(["theirs.good:build"])
     (user_code / "good.py").write_text("def build(dim): return dim + 0\nSIZE = 3\n")
+    assert code_digest(["builtins:len"]) == code_digest(["builtins:print"]), "a module of C has no source"
     assert len({first, with_another, renamed, code_digest(["theirs.good:build"])}) == 4
 
 

@@ -101,7 +101,9 @@ def _code(value: Any, check: Callable[[Any], str]) -> str:
     try:
         module, _ = split(path)
     except CodeError:
-        raise ValueError("must name code as 'package.module:name'") from None
+        wrong = next((part for part in re.split("[.:]", path) if part and not part.isidentifier()), "")
+        why = f"; {wrong!r} can be no name in Python, so rename its file or folder" if wrong else ""
+        raise ValueError(f"must name code as 'package.module:name'{why}") from None
     if module == MAIN:
         raise ValueError("names code of the script that runs; give the function or class itself, without quotes, or put it into a module")
     return path

@@ -21,7 +21,7 @@ from elastic.engine.batch_norm import about_one_value
 from elastic.errors import DataError, ElasticError, LossError, ModelError
 from elastic.imports import failure
 from elastic.protocol.commit_record import is_count
-from elastic.train.model import State, about_meta
+from elastic.train.model import State, remedy
 from elastic.train.step import Session, compare_tokens, loss_of, microbatch_seed, seed_all
 from elastic.train.terms import CONTRACT, wrong_count
 
@@ -117,7 +117,7 @@ def _try_with_gradients(session: Session, state: State, batch: dict[str, Any]) -
         raise
     except Exception as error:  # the user's code may raise anything
         shapes = ", ".join(f"{name!r} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for name, value in batch.items())
-        mend = about_one_value(error, job) or about_meta(error, state.model) or "mend the model, the loss or the dataset"
+        mend = about_one_value(error, job) or remedy(error, state.model) or "mend the model, the loss or the dataset"
         raise ModelError(
             f"model = {job.model!r} with loss = {job.loss!r} failed with {failure(error)}; the microbatch had {shapes}: {mend}"
         ) from None

@@ -120,8 +120,8 @@ def _train(run: Run, incarnation: int, device: torch.device, show: Callable[[Lin
                 reason = f"{reason}; {summary}"
             return state, reason, step
         except JobError as error:
-            if error.__cause__ is not None:
-                local.show_sentence(users_traceback(error.__cause__).rstrip())
+            if error.__cause__ is not None and (trace := users_traceback(error.__cause__, or_ours=False)):
+                local.show_sentence(trace.rstrip())
             raise
         finally:
             local.sinks.close()

@@ -23,6 +23,7 @@ from elastic.engine.stores import join_store
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.ids import Version
+from elastic.imports import less_memory
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.events import Broken, Event, Here, Ready, StepDone
@@ -328,6 +329,8 @@ class Trainer(Controlled):
         self.session.computing = ""
         print(f"{at}{trace}", flush=True)
         detail = f"{at}{trace}" if cause in ("job", "device", "setup", "replicas") else plainly(error, words=signature)
+        if cause in ("job", "device") and (less := less_memory(error)):
+            detail += f"{less}\n"
         if cause == "setup":
             detail += in_its_words(error)
         version = plan.version if cause == "damaged" else None

@@ -33,7 +33,7 @@ from elastic.engine.spikes import Spikes
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
 from elastic.ids import Cell
-from elastic.imports import arguments, failure, load, unknown_argument
+from elastic.imports import arguments, failure, less_memory, load, unknown_argument
 from elastic.job import Job
 from elastic.plan.placement import cell_of, held
 from elastic.state.shard import DTYPE_NAMES, DTYPES, Home, Key, Shard
@@ -153,8 +153,19 @@ def _fix_of(error: Exception) -> str:
     )
 
 
-def about_meta(error: Exception, model: nn.Module) -> str:
-    """Returns what to do about an error of tensors without values, which are in no place that the engine knows; "" for any other error."""
+OTHER_DEVICE = ("same device", "not compiled with CUDA", "NVIDIA driver", "No CUDA GPUs")
+"""Words of torch about a tensor on a device on which the microbatch is not."""
+
+
+def remedy(error: Exception, model: nn.Module) -> str:
+    """Returns what to do about an error of memory, or of tensors that are in no place that the engine knows; "" for any other error."""
+    if less := less_memory(error):
+        return less
+    if any(words in str(error) for words in OTHER_DEVICE):
+        return (
+            "a tensor is on another device than the microbatch: register it as a buffer (self.register_buffer(name, tensor, "
+            "persistent=False)), which goes where the weights are, or make it with device=x.device; call no .cuda() or .to('cuda')"
+        )
     if "meta" not in str(error):
         return ""
     tables, modules = list[str](), list[str]()

@@ -36,7 +36,7 @@ from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome, is_count
 from elastic.state.initialise import cut
 from elastic.train.differences import ROUNDED, apart_by, moved, parts_of
-from elastic.train.model import BUFFERS, State, about_meta, build_model
+from elastic.train.model import BUFFERS, State, build_model, remedy
 from elastic.train.plain import Batch, Found, PlainSide, Theirs, TooLarge, TorchOptimizer
 from elastic.train.remembered import changed
 from elastic.train.step import Session, compare_tokens
@@ -171,7 +171,7 @@ class Trial(PlainSide):
             raise
         except Exception as error:  # the user's code may raise anything
             mend = (
-                about_meta(error, state.model)
+                remedy(error, state.model)
                 or self._about_formats(error)
                 or "the sentences in the guide, at “Your own code”, say what a module may do"
             )

@@ -65,6 +65,6 @@ def test_form_s_limits_only_a_start_that_stands_still(tmp_path: Path, stuck: boo
     ended = [text for text in told if "neither joined nor got further" in text]
     assert done.result.state == "Finished" and time.monotonic() - began > 2 * LONG_S > FORM_S
     assert any("takes its time to start" in text for text in told), told
-    first = "w1 neither joined nor got further for 8 s; w1 opens its data"
+    first = "w1 neither joined nor got further for 8 s; w1 imports the job's code and opens its data"
     assert [text[: len(first)] for text in ended] == ([first] if stuck else []), told
     assert_nothing_left(done)

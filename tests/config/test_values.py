@@ -59,6 +59,16 @@ def job(**settings: Any) -> Job:
     return Job(**{"name": "run", "bucket": "/bucket", **settings})
 
 
+def test_a_name_that_can_be_none_of_python_is_told() -> None:
+    with pytest.raises(
+        JobError,
+        match=r"model = 'my-proj\.v2:build' must name code as 'package\.module:name'; 'my-proj' can be no name in Python, so rename",
+    ):
+        job(model="my-proj.v2:build")
+    with pytest.raises(JobError, match=r"must name code as 'package\.module:name'$"):
+        job(model="my.v2.build")
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "a\n"])
 def test_a_run_has_the_name_of_a_folder(name: str) -> None:
     with pytest.raises(JobError, match="must be a legal folder name"):

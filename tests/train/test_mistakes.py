@@ -166,7 +166,31 @@ def sparse(**args: Any) -> nn.Module:
     return model
 
 
+class Greedy(Own):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * torch.empty(10**15)[0]
+
+
+class Elsewhere(Own):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * torch.ones(29).cuda()
+
+
+def greedy(**args: Any) -> nn.Module:
+    return Greedy(**args)
+
+
+def elsewhere(**args: Any) -> nn.Module:
+    return Elsewhere(**args)
+
+
 MISTAKES = {
+    "loss is of Python": ({"loss": "builtins:len"}, r"loss = 'builtins:len' failed with TypeError: len\(\) .*; it gets the model and a"),
+    "model takes too much memory": (
+        {"model": "greedy"},
+        rf"can't allocate memory.* {FRAME}; .* lower microbatch, set recompute to 'block'",
+    ),
+    "model takes another device": ({"model": "elsewhere"}, rf"CUDA.* {FRAME}; .* register it as a buffer \(self\.register_buffer"),
     "loss is one mean": ({"loss": "mean"}, r"loss = '\S+:mean' returned a tensor of shape \[\]; it must return \(sum, count\)"),
     "loss is a mean and 1": ({"loss": "mean_and_one"}, r"loss = '\S+': of 2 samples it returns the count 1, and of their halves 1 and 1"),
     "loss is detached": ({"loss": "detached"}, r"loss = '\S+:detached' returned a sum without a gradient: it was detached"),
@@ -216,7 +240,8 @@ MISTAKES = {
 
 
 def written(folder: Path, parts: dict[str, str]) -> str:
-    changes: dict[str, Any] = {name: f"{HERE}:{parts.get(name, default)}" for name, default in (("model", "own"), ("loss", ""))}
+    changes: dict[str, Any] = {name: parts.get(name, default) for name, default in (("model", "own"), ("loss", ""))}
+    changes = {name: code if ":" in code else f"{HERE}:{code}" for name, code in changes.items()}
     if "loss" not in parts:
         del changes["loss"]
     data = {"dataset": f"{HERE}:{parts['data']}"} if "data" in parts else {"dataset": "tests.support.toys:Sums"}

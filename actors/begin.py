@@ -14,10 +14,10 @@ import ray
 
 from actors import cluster
 from elastic.engine.optim.schedule import learning_rate_of
-from elastic.errors import CodeError, PlatformGaveUp
+from elastic.errors import CodeError, Refused
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
-from elastic.runs import alone, code
+from elastic.runs import alone, code, owed
 from elastic.runs.resume import Start, rewind
 from elastic.runs.run import LOCAL, Run
 from storage.errors import Exists
@@ -35,7 +35,7 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], i
 
     A branch is begun once ``claims`` has claimed the run, whose newest claim it is told: who lived until then goes no further.  Returns
     the incarnation that was claimed, or 0.
-    Raises :class:`PlatformGaveUp` if another command has begun a branch meanwhile, and :class:`JobError` if one has begun to delete the
+    Raises :class:`Refused` if another command has begun a branch meanwhile, and :class:`JobError` if one has begun to delete the
     checkpoint from which this one goes on.
     """
     if forked := start.begin():
@@ -56,7 +56,7 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], i
         incarnation = claims(run, seen)
         said = run.branch(now, incarnation=incarnation) if start.at is None else rewind(run, now, start.at, incarnation, start.word)
     except Exists:
-        raise PlatformGaveUp(f"another command has begun {job.name}, or a branch of it, meanwhile; `elastic runs` shows it") from None
+        raise Refused(f"another command has begun {job.name}, or a branch of it, meanwhile; `elastic runs` shows it") from None
     version = run.newest()
     step = 1 if version is None else version.step + 1
     show(Sentence(now, f"{said}{_rates(run.before, run.job, step)}{past}"))
@@ -96,15 +96,26 @@ def begin_here(start: Start, checked: Checked, show: Show, branch: bool, job: Jo
 
 
 def claim(run: Run, seen: int) -> int:
-    """Claims a run for the coordinator that is about to be started.  Raises :class:`PlatformGaveUp` if somebody has begun it meanwhile."""
+    """Claims a run for the coordinator that is about to be started.  Raises :class:`Refused` if somebody has begun it meanwhile."""
     try:
         return run.claim(ray.get_runtime_context().gcs_address, node=cluster.here(), after=run.follows(seen))
     except Exists:
         what = f"{run.job.name} was begun on the cluster at {run.home()} while this command started"
-        raise PlatformGaveUp(f"{what}; `elastic status` shows it") from None
+        raise Refused(f"{what}; `elastic status` shows it") from None
 
 
 def note_code(run: Run, checked: Checked, show: Show) -> None:
     """Notes with which code the run goes on, and tells the user if it had another."""
     if said := code.note(run, checked.sources, time.time()):
         show(Sentence(time.time(), said))
+
+
+def finished(job: Job) -> str:
+    """Returns the sentence that all of a run is done, or "".  Whether a sink has all of its rows is known to no command.
+
+    Raises as :meth:`Run.look`.
+    """
+    run = Run.look(job, branch=Run.has_saved_nothing(job))
+    newest = run.newest()
+    done = newest is not None and newest.step >= job.steps and not job.metrics.sinks and not owed.debts(run)
+    return f"finished: step {newest.step} is in the bucket" if newest and done else ""

@@ -16,9 +16,9 @@ from typing import Any
 
 from actors.terminal import console, forget, lasting, say
 from elastic.config.plain_line import PlainParser
-from elastic.errors import STOPPED, ElasticError
+from elastic.errors import STOPPED, ElasticError, JobError
 from elastic.imports import load
-from storage.errors import StorageError
+from storage.errors import StorageError, Unavailable
 
 UNREAD = 141
 """Exit code of a command that only tells something and has lost its reader, as of a program that SIGPIPE ends."""
@@ -29,7 +29,8 @@ TELLERS = ("status", "attach", "logs", "replay", "metrics")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
-    0: finished, 1: an error of the job, 2: the platform gave up, 3: stopped and resumable, 4: restarted in vain too often.
+    0: finished, 1: an error of the job or of the line, 2: the platform gave up, and a repeat may help, 3: stopped and resumable,
+    4: restarted in vain too often.
     """
     words = sys.argv[1:] if arguments is None else arguments
     with contextlib.nullcontext() if words and words[0] in TELLERS else lasting():
@@ -55,7 +56,9 @@ def _main(arguments: Sequence[str]) -> int:
         from actors.origin import told
 
         say(told(error, known), "elastic: ", "red")
-        return error.exit_code if isinstance(error, ElasticError) else ElasticError.exit_code
+        if isinstance(error, ElasticError):
+            return error.exit_code
+        return ElasticError.exit_code if isinstance(error, Unavailable) else JobError.exit_code  # the rest is the same the next time
     except KeyboardInterrupt:
         say("interrupted; the same command goes on")
         return STOPPED

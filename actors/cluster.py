@@ -20,8 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import heads
 from actors.cores import usable_cores
+from actors.signals import kept_from_children
 from elastic.config.sections import Workers
-from elastic.errors import PlatformGaveUp
+from elastic.errors import PlatformGaveUp, Refused
 from elastic.ids import NodeId, WorkerId
 from elastic.train.machine.gpus import NVML
 
@@ -74,8 +75,7 @@ def connect(
     more ``workers`` than this machine has cores; "" otherwise.
 
     The environment variables must be set before Ray starts: no process asks CUDA's driver by an import; no usage reports; for a local
-    cluster also no token, because only this machine can reach it, no waiting for a drain when it ends, and no monitor that kills processes
-    to free memory.
+    cluster also no token, since only this machine can reach it, no wait for a drain at its end, no monitor that kills to free memory.
 
     Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer; and as :func:`heads.answers`.
     """
@@ -105,7 +105,8 @@ def connect(
         tell(f"a Ray cluster starts on this machine, in {STARTS_S}{lasting}")
         options |= {"object_store_memory": 80 * 2**20, "num_cpus": max(SMALL, cores) if workers is None else wanted(workers)}
     try:
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
+        with kept_from_children():
+            ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
     except Exception as error:  # Ray raises plain ones if its processes do not come up
         what = "a local Ray cluster did not start" if local else f"the Ray cluster at {options['address']} cannot be joined"
         advice = "; is this machine overloaded, or its temporary folder full or read-only?" if local else f"; see {named}"
@@ -121,7 +122,7 @@ def _check_head(address: str, named: str) -> None:
     Raises as :func:`heads.answers`, too.
     """
     if address != "auto" and not re.fullmatch(r"[^/]+:\d+", address):
-        raise PlatformGaveUp(
+        raise Refused(
             f"{named} = {address!r} is not the address of a Ray cluster's head, such as 10.0.0.7:6379; a URL is for `ray job submit` "
             f"(http://…) and for clients (ray://…), as which no run can be begun"
         )
@@ -201,13 +202,13 @@ def joined(address: str) -> bool:
 
 
 def check_here(address: str) -> None:
-    """Raises :class:`PlatformGaveUp` if this machine is not a node of any cluster.  Ray itself would take a minute to say so."""
+    """Raises :class:`Refused` if this machine is not a node of any cluster.  Ray itself would take a minute to say so."""
     try:
         from ray._private.services import find_node_ids
     except ImportError:  # a private call
         return
     if not find_node_ids():
-        raise PlatformGaveUp(
+        raise Refused(
             f"the cluster at {address} answers, but this machine is not one of its nodes: run the command on one of them, or submit it "
             f"(ray job submit --address http://HEAD:8265 --working-dir . -- elastic …)"
         )
@@ -240,8 +241,7 @@ def _leave_deaths_to_the_story() -> None:
     """Silences the paragraph that Ray prints for every process that ends.  The story of the run says the same in one sentence."""
     from ray._private import worker
 
-    printed = getattr(worker, "print_to_stdstream", None)
-    if printed is None:  # a private name; without it there is only more output
+    if (printed := getattr(worker, "print_to_stdstream", None)) is None:  # a private name; without it there is only more output
         return
 
     def print_others(data: dict[str, Any], *arguments: Any, **options: Any) -> None:

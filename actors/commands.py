@@ -359,8 +359,7 @@ def simulate(known: Namespace) -> int:
         if known.trace is not None:
             return command.simulate_trace(known.trace, seeds, known.pace, print)
     except (OSError, ValueError) as error:
-        say(str(error))
-        return 2
+        raise JobError(str(error)) from None
     return command.simulate_seeds(seeds, known.jobs, print)
 
 

@@ -37,11 +37,12 @@ from elastic.control.machine import Transition, advance
 from elastic.control.run import TERMINAL, Failed, Finished, RunState
 from elastic.control.takeover import STOOD_S
 from elastic.engine.optim.schedule import rate_for_readers
-from elastic.errors import PlatformGaveUp
+from elastic.errors import Refused
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
 from elastic.protocol.authority import Audience, Authority
 from elastic.protocol.builds import Build
+from elastic.protocol.commit_record import Score, Validated
 from elastic.protocol.events import (
     Capacity,
     Event,
@@ -58,11 +59,12 @@ from elastic.protocol.events import (
     Tick,
     parts,
 )
+from elastic.report.best import best, enough
 from elastic.report.story import Story
 from elastic.runs import restarts
 from elastic.runs.deleted import put_back
 from elastic.runs.metrics import Recorder
-from elastic.runs.resume import over_fits
+from elastic.runs.resume import measured, over_fits
 from elastic.runs.run import Run
 from elastic.threads import go_or_end, keep_going
 from storage.errors import Deposed, Exists, Unavailable
@@ -114,7 +116,7 @@ class Coordinator:
         """``seen`` is the newest incarnation that ``driver`` has seen.  ``life`` is a random text that names this actor.  ``secret`` lets
         the processes of the run recognise each other on direct sockets.  ``objects`` are for workers (:mod:`actors.objects`).
 
-        Ray starts the actor again with the same arguments whenever its process dies.  Raises :class:`PlatformGaveUp` if a command on
+        Ray starts the actor again with the same arguments whenever its process dies.  Raises :class:`Refused` if a command on
         another cluster has begun the run since.
         """
         end_on_sigterm()
@@ -181,7 +183,7 @@ class Coordinator:
             what = f"was begun on the cluster at {self.run.home()} while this command started"
         else:
             return before
-        raise PlatformGaveUp(f"{self.job.name} {what}; `elastic status` shows it")
+        raise Refused(f"{self.job.name} {what}; `elastic status` shows it")
 
     def _find_out(self, reference: Build, before: Mapping[int, NodeId], life: str) -> None:
         """Finds out where the run stands: from what earlier coordinators of this life have left, or else from the bucket."""
@@ -206,6 +208,10 @@ class Coordinator:
         state, goes_on = self.run.begins(self.incarnation, self.clock())
         self._say("" if self.again else goes_on)
         incarnation = 0 if self.again else self.incarnation  # who takes over says so by its first event
+        found = measured(self.run, state.history.lineage, reference.held_out)
+        if top := best(found):
+            score = Score(top.version, Validated(top.loss, 1), reference.held_out)
+            state = replace(state, enough=enough(found, self.job.validation.patience), history=replace(state.history, best=score))
         return replace(state, incarnation=incarnation, members=replace(state.members, reference=reference))
 
     def _ship(self, timeout_s: float) -> bool:
@@ -297,7 +303,7 @@ class Coordinator:
             pid=os.getpid(),
             incarnation=self.incarnation,
             generation=state.generation,
-            step=state.version.step,
+            step=state.history.saved[-1].step if isinstance(state.state, Finished) else state.version.step,
             steps=self.job.steps,
             workers={worker: node for worker, node in list(self.group.joined.items()) if worker in state.workers},
             told=told,

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from elastic.errors import ClusterGone, PlatformGaveUp
+from elastic.errors import ClusterGone, Refused
 
 ANSWER_S = 15.0
 """Seconds in which a head must answer.  It takes milliseconds, and a few seconds on a machine that is overloaded."""
@@ -39,7 +39,7 @@ def reachable(address: str) -> bool:
 def answers(address: str) -> bool:
     """Returns whether the head of a Ray cluster answers at ``host:port``: False if nobody listens there, or another program does.
 
-    Raises :class:`ClusterGone` if somebody accepts the connection and says nothing for ``ANSWER_S``, and :class:`PlatformGaveUp` if
+    Raises :class:`ClusterGone` if somebody accepts the connection and says nothing for ``ANSWER_S``, and :class:`Refused` if
     the head refuses this process: runs may live there.
     """
     return _reply(address, "NodeInfo", "CheckAlive") is not None
@@ -78,7 +78,7 @@ def _reply(address: str, service: str, method: str, **request: str) -> Any:
         why = error.details()
     except (ray.exceptions.AuthenticationError, RuntimeError, OSError) as error:  # it has no token, or not what TLS needs
         why = str(error).partition(". ")[0]
-    raise PlatformGaveUp(
+    raise Refused(
         f"the head of the Ray cluster at {address} refuses this process, so that nobody knows from here what lives there ({why}): give it "
         f"what the cluster was begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or ~/.ray/auth_token), or {ELSEWHERE}"
     )

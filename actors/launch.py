@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from actors import cluster
-from actors.begin import Show, begin, begin_here, claim, note_code
+from actors.begin import Show, begin, begin_here, claim, finished, note_code
 from actors.coordinator import Coordinator
 from actors.ends import kill_all
 from actors.living import (
@@ -38,19 +39,21 @@ from actors.processes import life_of
 from actors.screen import screen_for
 from actors.signals import Requests
 from actors.submitted import check_place
+from actors.terminal import lasting
 from actors.view import View
-from elastic.errors import FINISHED, STOPPED, JobError, PlatformGaveUp
+from elastic.errors import FINISHED, STOPPED, JobError, PlatformGaveUp, Refused
 from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Ending, Line, Sentence
 from elastic.report.timeline import ENDED
-from elastic.runs import branches, data, owed, restarts
+from elastic.runs import branches, data, restarts
 from elastic.runs.branches import flat, in_words
 from elastic.runs.resume import LATEST, Start, start_of
 from elastic.runs.run import Run
 from elastic.train.bucket import check_bucket
 from elastic.train.early import check_early
+from storage.errors import Unavailable
 
 if TYPE_CHECKING:
     from elastic.train.preflight import Checked
@@ -130,14 +133,14 @@ def launch(
     checkpoint of another run in the same bucket, from which a new run goes on.
     ``again`` starts a run that was restarted in vain too often.
 
-    Raises :class:`~elastic.errors.ElasticError` if the job cannot work as it is.  Ctrl-C or SIGTERM to the driver that started the run
-    asks for a clean stop with a save; a second one raises KeyboardInterrupt and leaves the run to stop by itself.  An attached driver
-    merely detaches, unless it is the last one.  With ``on_driver_exit = "detach"`` the first driver merely detaches too.
+    Raises :class:`~elastic.errors.ElasticError` if the job cannot work as it is.  Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 to the driver that
+    started the run asks for a clean stop with a save; a second Ctrl-C or SIGTERM raises KeyboardInterrupt, and the run stops by itself.
+    An attached driver merely detaches, unless it is the last one.  With ``on_driver_exit = "detach"`` the first one merely detaches too.
     """
-    if show is None:
-        screen = screen_for(job)
-        show, look = screen.show, screen.look
-    with Requests() as requests:
+    with Requests() as requests, nullcontext() if show else lasting():
+        if show is None:
+            screen = screen_for(job)
+            show, look = screen.show, screen.look
         if not local:
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             check_place("bucket", job.bucket)
@@ -146,11 +149,11 @@ def launch(
         job = start.job
         if asked := branch or start.at is not None:
             Run.begun(job)
-        if (coordinator := None if address else _at_its_cluster(job, show)) is not None:  # its folder may be gone
-            _refuse_living(job, local=local, changes=asked or accept_code)
+        if (coordinator := None if address else _at_its_cluster(job, show, local=local)) is not None:  # its folder may be gone
+            _refuse_change(job, asked or accept_code)
             requests.note()
             return _attached(job, coordinator, requests, show, look)
-        if not local and not asked and (said := _finished(job)):
+        if not local and not asked and (said := finished(job)):
             return _result(job, "Finished", said, job.steps)
         objects = [] if local else pack(job)
         checked = _checked(job, address, local=local, branch=asked, accept_code=accept_code, start=start)
@@ -165,21 +168,10 @@ def launch(
         seen = run.latest_claim()
         _connect(job, address, requests, show)
         if _lives_here(job):
-            _refuse_living(job, local=False, changes=asked or accept_code)
+            _refuse_change(job, asked or accept_code)
             branch = asked
         start = replace(start, job=_heeding_the_driver(job, show))
         return _follow(start, checked, objects, requests, show, look, seen, again, branch)
-
-
-def _finished(job: Job) -> str:
-    """Returns the sentence that all of a run is done, or "".  Whether a sink has all of its rows is known to no command.
-
-    Raises as :meth:`Run.look`.
-    """
-    run = Run.look(job, branch=Run.has_saved_nothing(job))
-    newest = run.newest()
-    done = newest is not None and newest.step >= job.steps and not job.metrics.sinks and not owed.debts(run)
-    return f"finished: step {newest.step} is in the bucket" if newest and done else ""
 
 
 def _checked(job: Job, address: str | None, *, local: bool, **how: Any) -> Checked:
@@ -230,46 +222,52 @@ def _lives_here(job: Job) -> bool:
     return True
 
 
-def _refuse_living(job: Job, *, local: bool, changes: bool) -> None:
-    """Raises :class:`JobError` if the run, which lives on the cluster of this process, cannot be trained here, too, or cannot change."""
-    if local:
-        address = ray.get_runtime_context().gcs_address
-        ray.shutdown()
-        raise JobError(f"name = {job.name!r}: this run lives on the cluster at {address}; `elastic stop` ends it, or choose another name")
+def _refuse_change(job: Job, changes: bool) -> None:
+    """Raises :class:`JobError` if this command ``changes`` the run, which lives on the cluster of this process."""
     if changes:
         raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
 
 
-def _at_its_cluster(job: Job, show: Show) -> Any | None:
+def _at_its_cluster(job: Job, show: Show, *, local: bool) -> Any | None:
     """Joins the cluster on which the run lives, if this machine is a node of it, or it was started here: returns the run's coordinator.
 
-    Otherwise, or if this process is part of a cluster already, returns None.  A run that is ending there is waited for, because its cluster
-    ends with it.  If somebody has deleted the run's folder, no claim says where it lives: then all clusters of this machine are asked.
-    Raises :class:`PlatformGaveUp` if the run lives there and this process cannot join.
+    Otherwise, or if this process is part of a cluster already and does not train the run by itself (``local``), returns None.  A run that
+    is ending there is waited for, because its cluster ends with it.  If somebody has deleted the run's folder, no claim says where it
+    lives: then all clusters of this machine are asked.
+    Raises :class:`PlatformGaveUp` if the run lives there and this process cannot join, and :class:`JobError` if it lives and is ``local``.
     """
-    if not cluster.begins_here():
+    if not local and not cluster.begins_here():
         return None
-    if (owner := Run.find(job).owner()) is not None and not lives_at(owner["address"], job):
-        return None
-    before, deadline_s = signal.getsignal(signal.SIGTERM), 2 * job.deadlines.lease_s
     try:
-        coordinator = coordinator_here(job) if joined_cluster_of(job, owner) else None
+        owner = Run.find(job).owner()
+    except Unavailable:
+        return None  # the checks of the job tell of the bucket
+    if owner is not None and not lives_at(owner["address"], job):
+        return None
+    before, deadline_s, part_of_one = signal.getsignal(signal.SIGTERM), 2 * job.deadlines.lease_s, ray.is_initialized()
+    elsewhere = part_of_one and owner is not None and not cluster.joined(owner["address"])
+    try:
+        coordinator = coordinator_here(job) if not elsewhere and joined_cluster_of(job, owner) else None
     except (PlatformGaveUp, ConnectionError, RuntimeError) as error:
         if owner is not None and lives_at(owner["address"], job):
             where = f"{job.name} lives on the cluster at {owner['address']}"
             fix = "if that is another run of this name, `--address local` begins this one here"
-            raise PlatformGaveUp(
-                f"{where}, which this process cannot join, so it does not begin it a second time: {error}; {fix}"
-            ) from error
+            gave_up = Refused if isinstance(error, Refused) else PlatformGaveUp
+            raise gave_up(f"{where}, which this process cannot join, so it does not begin it a second time: {error}; {fix}") from error
         coordinator = None  # something else answers there
-    if coordinator is not None and not _is_ending(coordinator, deadline_s):
+    living = coordinator is not None and not _is_ending(coordinator, deadline_s)
+    if local and (living or elsewhere):
+        address = owner["address"] if owner is not None else ray.get_runtime_context().gcs_address
+        raise JobError(f"name = {job.name!r}: this run lives on the cluster at {address}; `elastic stop` ends it, or choose another name")
+    if living:
         note_deletion(job)
         return coordinator
     if coordinator is not None:
         show(Sentence(time.time(), f"{job.name} is stopping; this command goes on from there"))
     while coordinator is not None and (view := view_of(coordinator, deadline_s)) is not None and not view.over:
         time.sleep(POLL_S)
-    ray.shutdown()
+    if not part_of_one:
+        ray.shutdown()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)  # Ray has replaced it
     return None

@@ -20,7 +20,7 @@ from actors.processes import life_of
 from actors.terminal import console
 from actors.view import View
 from elastic.config.values import same_place
-from elastic.errors import ClusterGone, CoordinatorGone, JobError, PlatformGaveUp
+from elastic.errors import ClusterGone, CoordinatorGone, JobError, PlatformGaveUp, Refused
 from elastic.job import Job
 from elastic.report.story import Sentence
 from elastic.runs import branches
@@ -191,8 +191,8 @@ def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, hea
         answer = ray.get(call)
     except ray.exceptions.RayActorError as error:
         why = str(error).strip().splitlines()[-1]
-        if getattr(error, "actor_init_failed", False) and (said := why.partition(f"{PlatformGaveUp.__name__}: ")[2]):
-            raise PlatformGaveUp(said) from error
+        if getattr(error, "actor_init_failed", False) and (said := why.partition(f"{Refused.__name__}: ")[2]):
+            raise Refused(said) from error
         raise CoordinatorGone(f"the coordinator of the run is gone ({why}); the same command resumes it") from error
     head.heard = True
     head.look()  # the coordinator of a dead head answers, too, until Ray ends it

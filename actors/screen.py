@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from actors.terminal import ECHO, console, say
+from actors.terminal import ECHO, console, filled, say
 from elastic.errors import ElasticError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
@@ -56,9 +56,9 @@ class Screen:
             say(line.text, f"{_clock_of(line)} ", "dim")
         elif line.step == line.steps or (not console.changes and self._is_told(line)):
             self._told_at = line.at
-            left = "".join(f"  {each}" for each in _left(self.progress))
-            console.print(f"[dim]{_clock_of(line)}[/] {_step_of(line)}{left}", soft_wrap=True)
-            return
+            said, head = "  ".join([_step_of(line), *_left(self.progress)]), f"{_clock_of(line)} "
+            fits = not console.is_screen or len(head) + len(said) <= console.width
+            return say(said if fits else filled(said, console.width - len(head)), head, "dim")
         if self._step is not None and self._step.step < self._step.steps and console.changes:
             console.draw(self._status())
 

@@ -1,6 +1,6 @@
-"""Signals: SIGINT and SIGTERM become a request that the driver looks at between two calls, so that no ``ray.get`` is interrupted.
+"""Signals become a request that the driver looks at between two calls, so that no ``ray.get`` is interrupted.
 
-``ray job stop`` sends SIGTERM, and SIGKILL three seconds later.  Ctrl-C in a terminal sends SIGINT.
+``ray job stop`` sends SIGTERM, and SIGKILL three seconds later.  Ctrl-C in a terminal sends SIGINT; a terminal that is closed sends SIGHUP.
 """
 
 from __future__ import annotations
@@ -12,27 +12,42 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-WORDS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+from elastic.threads import PATIENT, STOPS
+
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
+@contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Lets processes that start meanwhile, and theirs, not get SIGHUP and SIGUSR1, which reach all that a terminal or Slurm has begun."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, PATIENT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 class Requests:
-    """Handles signals while it is open.
+    """Handles the signals of ``STOPS`` while it is open; SIGHUP and SIGUSR1 only if they would end this process otherwise.
 
     A signal raises KeyboardInterrupt, except for the first one after ``note()``, which is only noted in ``asked``, and the first one
-    within ``finishing()``, which waits for the end of that.
+    within ``finishing()``, which waits for the end of that.  SIGHUP and SIGUSR1 do nothing after another signal.
     """
 
     def __init__(self) -> None:
         self.asked = ""
         self._late = ""
         self._tell: Callable[[], None] | None = None
-        self._noting = False
+        self._noting, self._heard = False, False
         self._before: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python calls signal handlers in no other thread
-            self._before = {number: signal.signal(number, self._take) for number in WORDS}
+            self._before = {
+                number: signal.signal(number, self._take)
+                for number in STOPS
+                if number not in PATIENT or signal.getsignal(number) is signal.SIG_DFL  # `nohup` ignores SIGHUP
+            }
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -65,10 +80,14 @@ class Requests:
         self._noting = True
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        word = WORDS[signal.Signals(number)]
+        again, self._heard = self._heard, True
+        if again and number in PATIENT:
+            return None
+        word = STOPS[signal.Signals(number)]
         if self._tell is not None and not self._late:
             self._late = word
             return self._tell()
         if not self._noting or self.asked:
             raise KeyboardInterrupt(word)
         self.asked = word
+        return None

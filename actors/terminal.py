@@ -35,7 +35,7 @@ class Terminal(Console):
 
     def __init__(self) -> None:
         super().__init__(highlight=False, force_jupyter=False)  # a notebook would make a block of HTML of each line
-        if not self.is_terminal:
+        if not self.is_screen:
             self.width = WIDE
         self._drawn, self._guard = "", threading.RLock()
         self.job = ""
@@ -44,9 +44,14 @@ class Terminal(Console):
         """True if what was printed last has not ended its line."""
 
     @property
+    def is_screen(self) -> bool:
+        """True if this is a terminal: a notebook is none, although the ``FORCE_COLOR`` that Jupyter sets makes rich think so."""
+        return self.is_terminal and bool(self.file.isatty())
+
+    @property
     def changes(self) -> bool:
         """True if a line can change: it cannot in a file, nor on a terminal that knows no control characters."""
-        return self.is_terminal and not self.is_dumb_terminal
+        return self.is_screen and not self.is_dumb_terminal
 
     def draw(self, text: str) -> None:
         """Shows ``text`` in the line that changes, as much as fits."""
@@ -137,5 +142,17 @@ def forget(stream: Any) -> None:
 
 
 def say(text: str, head: str = "", style: str = "") -> None:
-    """Prints one line of any length after a coloured ``head``.  Brackets in ``text`` are not markup; commands in it get the job."""
-    console.print(Text.assemble((head, style), console.pasteable(text)), soft_wrap=True)
+    """Prints a sentence after a coloured ``head``, in lines that break between words on a terminal, and in one line elsewhere.
+
+    Brackets in ``text`` are not markup; commands in it get the job.
+    """
+    console.print(Text.assemble((head, style), console.pasteable(text)), soft_wrap=not console.is_screen)
+
+
+def filled(text: str, width: int) -> str:
+    """Returns the line of a step, in lines of ``width`` that break between two of its numbers."""
+    lines = [""]
+    for part in re.split(r"(?<=\S)(?<!step) {2,}", text):
+        longer = f"{lines[-1]}  {part}" if lines[-1] else part
+        lines[-1:] = [longer] if len(longer) <= width else [lines[-1], part]
+    return "\n".join(lines)

@@ -78,6 +78,7 @@ class Worker:
         sys.path[:0] = [entry for entry in code.search_path if entry not in sys.path]
         with entered(run, self._wait_for_keeper):
             _redirect_output(log_file(run, worker))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see ``kept_from_children``
             faulthandler.register(signal.SIGUSR1)  # on SIGUSR1 it writes all stacks into its log, which shows where it hangs
             if why := no_segment(shared_memory()):
                 raise JobError(why)

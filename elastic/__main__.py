@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from elastic.errors import STOPPED, CodeError
@@ -15,13 +16,16 @@ def main() -> int:
     except CodeError as error:
         print(f"elastic: {error}", file=sys.stderr)
         return error.exit_code
+    code = STOPPED
     try:
         from actors.cli import main as command
 
-        return command()
-    except KeyboardInterrupt:  # before the command had begun, while it was imported
-        print("elastic: interrupted before it began", file=sys.stderr)
-        return STOPPED
+        code = command()
+    except KeyboardInterrupt:  # while the command was imported, or once more while it said that it was interrupted
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print("elastic: interrupted; the same command goes on", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's end takes a while, and would print where a further Ctrl-C finds it
+    return code
 
 
 if __name__ == "__main__":

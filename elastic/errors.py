@@ -20,7 +20,10 @@
     ├── NoProgress           4   the run was restarted again and again, and got no further
     ├── ClusterGone          2   the head of the cluster cannot be reached any more
     └── PlatformGaveUp       2   a budget is spent: workers, time, or generations without a commit
-        └── CoordinatorGone      no coordinator acts for the run any more
+        ├── CoordinatorGone      no coordinator acts for the run any more
+        └── Refused          1   the command cannot work as it is, or another one has taken the run over
+
+A supervisor repeats a command that ends with 2, so that is the code of what may be otherwise the next time, and of nothing else.
 
 A message has one clear sentence for each problem, one problem a line.  Errors travel between processes, so each of them pickles, and
 whatever an error knows beyond its message is an attribute.  A run that ends in good order raises no error; its exit codes are
@@ -132,3 +135,9 @@ class PlatformGaveUp(ElasticError):
 
 class CoordinatorGone(PlatformGaveUp):
     """The coordinator of the run does not exist any more."""
+
+
+class Refused(PlatformGaveUp):
+    """A repeat of this command would be refused again, or take the run back from the command that has taken it over."""
+
+    exit_code = 1

@@ -175,15 +175,12 @@ class Job(Part):
     """
     trial: Free[Flag] = True
     """``true`` lets a new run compare the engine with plain torch before its first step: on the model, the loss and the first two
-    microbatches, on the worker's device.  What plain torch does otherwise ends the run with a sentence; the bits are the same with and
-    without.
-    """
+    microbatches, on the worker's device.  What plain torch does otherwise ends the run with a sentence; the bits are the same without."""
     on_driver_exit: Free[Literal["stop", "detach"]] = "stop"
     """The reaction of the run when its driver ends or vanishes: ``stop`` saves and stops, ``detach`` trains on until ``elastic stop``."""
     log_every: Free[Positive | Auto] = "auto"
-    """Number of steps between the lines of steps that a command prints into a file or a pipe.  ``auto``: a hundredth of ``steps``, and a
-    line a minute.  A terminal shows every step, in one line; sentences are always printed.
-    """
+    """Number of steps between the lines of steps that a command prints into a file, a pipe or a notebook.  ``auto``: a hundredth of
+    ``steps``, and a line a minute.  A terminal shows every step, in one line; sentences are always printed."""
     profile: Free[Annotated[str, AfterValidator(step_range)]] = ""
     """Steps that world rank 0 profiles, as ``7`` or ``5-7``.  A trace (for Perfetto), and on a GPU a snapshot of its memory (for
     pytorch.org/memory_viz), go to the folder ``profiles/`` of the run.  Empty: none."""
@@ -450,6 +447,8 @@ class Job(Part):
             cross_zone=self.copies.cross_zone,
             reproducible=self.reproducible,
             validates_last=self.validates(self.steps),
+            validate_every=self.validation.every if self.validation.patience else 0,
+            patience=self.validation.patience,
             spares=self.workers.spares,
             watch=WatchRule(**self.watch.model_dump(exclude={"every", "max_restarts"})),
             keep=self.keep(),

@@ -19,6 +19,10 @@ FIRST_S, LONGEST_S = 0.1, 2.0
 """Seconds from a failure until the work begins anew: they double with each failure up to the second number, after which they are the first
 again once the work has lasted as long.
 """
+STOPS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGUSR1: "SIGUSR1"}
+"""The signals that ask a run to save and to stop, and their words.  A terminal that is closed sends SIGHUP, and Slurm may send SIGUSR1."""
+PATIENT = frozenset({signal.SIGHUP, signal.SIGUSR1})
+"""The signals of these that say nothing new after another one: the end of a terminal's session sends SIGTERM, and SIGHUP twice."""
 
 
 def keep_going(work: Callable[[], object], name: str, say: Callable[[str], None] = print) -> threading.Thread:
@@ -40,18 +44,21 @@ def go_or_end(work: Callable[[], object], name: str) -> threading.Thread:
 
 @contextmanager
 def unbroken() -> Iterator[None]:
-    """Lets what the main thread does within end before SIGINT or SIGTERM is handled.  A second signal is handled at once."""
+    """Lets what the main thread does within end before a signal of ``STOPS`` is handled.
+
+    A second signal is handled at once, unless it is one of ``PATIENT``.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     late = list[int]()
 
     def note(number: int, frame: FrameType | None) -> None:
-        if late:
+        if late and number not in PATIENT:
             before[number](number, frame)
         late.append(number)
 
-    found = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    found = {int(number): signal.getsignal(number) for number in STOPS}
     before = {number: handler for number, handler in found.items() if callable(handler)}
     for number in before:
         signal.signal(number, note)

@@ -214,14 +214,29 @@ def test_l12_a_narrow_terminal_without_colours_that_is_resized_and_hears_ctrl_c(
     assert "Traceback" not in run.typed and "^C" in run.typed and not any(re.match(r"step|\^", line) for line in lines), lines
 
 
-@pytest.mark.parametrize("terminal_name", [pytest.param("dumb", marks=pytest.mark.full), "pipe"])
+@pytest.mark.usefixtures("warm")
+def test_l12_no_line_breaks_within_a_word_or_a_number(tmp_path: Path) -> None:
+    """Each line that a narrow terminal shows, put together again, is what a file gets."""
+    run = InTerminal(tmp_path, "train", written(tmp_path), "--local", warm=True, width=50)
+    assert run.wait() == 0, run.typed
+    lines = [line for line in run.seen.lines[2:] if line]
+    assert all(len(line) <= 50 for line in lines)
+    words = " ".join(lines).split()
+    for each in ("generation 1", r"lr \d\.\d\de-\d\d", r"\d+ parameters? do(es)? not", "all 8 steps are done"):
+        assert re.search(rf"\b{each}\b", " ".join(words)), lines
+    assert any(re.search(r"  norm \d+\.\d{3}$|^norm \d+\.\d{3}\b", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("terminal_name", [pytest.param("dumb", marks=pytest.mark.full), "pipe", "notebook"])
 def test_l12_without_control_characters_there_are_plain_lines(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal_name: str
 ) -> None:
     """Besides, the model of this run has no tokens, so samples are counted."""
     classes = {"model": "shown_code:Class", "model_args": {}, "loss": "shown_code:classify", "data": {"dataset": "shown_code:Images"}}
-    job = written(tmp_path, **classes)
-    if terminal_name == "pipe":
+    job = written(tmp_path, **classes, log_every=4 if terminal_name == "notebook" else 1)
+    if terminal_name != "dumb":
+        if terminal_name == "notebook":
+            monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter's kernel does
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "shown_code", raising=False)
         code, text = main(["train", job, "--local"]), capfd.readouterr().out
@@ -229,8 +244,9 @@ def test_l12_without_control_characters_there_are_plain_lines(
         run = InTerminal(tmp_path, "train", job, "--local", TERM="dumb")
         code, text = run.wait(), run.typed.replace("\r\n", "\n")
     assert code == 0, text
-    assert re.findall(r"step +(\d)/8", text) == list("12345678") and "\x1b" not in text and "\r" not in text
-    assert " 0 samples/s" not in text and re.search(r"step +3/8 .* samples/s ", text) and "tokens" not in text
+    told = list("48" if terminal_name == "notebook" else "12345678")
+    assert re.findall(r"step +(\d)/8", text) == told and "\x1b" not in text and "\r" not in text
+    assert " 0 samples/s" not in text and re.search(rf"step +{told[-1]}/8 .* samples/s ", text) and "tokens" not in text
 
 
 def paced() -> dict[str, object]:

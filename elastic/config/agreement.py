@@ -109,6 +109,11 @@ def _kept(job: Job) -> Iterator[str]:
     named = next((each for each, is_set in others.items() if is_set), "")
     if not rules.keep_last and named and "keep_last" not in rules.model_fields_set:
         yield f"checkpoint.{named} with checkpoint.keep_last = 0, which keeps all; set keep_last to 2 or more, or leave it out"
+    if validation.patience and (not validation.every or validation.every % rules.save_every):
+        yield (
+            f"validation.patience = {validation.patience} with validation.every = {validation.every}: a run ends where it is validated and "
+            f"saved; set validation.every to a multiple of checkpoint.save_every = {rules.save_every}, or leave validation.patience out"
+        )
     if rules.keep_best and not _turned_off(validation) and (not validation.every or validation.every % rules.save_every):
         yield (
             f"checkpoint.keep_best = true with validation.every = {validation.every}: only what is both validated and saved can be kept; "

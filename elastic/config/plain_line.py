@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any, NoReturn
 
+from elastic.errors import JobError
 from elastic.imports import did_you_mean
 
 _REQUIRED = "the following arguments are required: "
@@ -26,10 +27,10 @@ class PlainParser(argparse.ArgumentParser):
         self._negative_number_matcher = NUMBER
 
     def error(self, message: str) -> NoReturn:
-        """Ends the command with exit code 2 and one sentence, in place of argparse's usage."""
+        """Ends the command with the exit code of :class:`JobError` and one sentence, in place of argparse's usage."""
         said = self._said(message)
         more = f"; write `{self._example()}`" if "needs" in said else ""
-        self.exit(2, f"{self.prog}: {said}{more} (`{self.prog} --help` tells more)\n")
+        self.exit(JobError.exit_code, f"{self.prog}: {said}{more} (`{self.prog} --help` tells more)\n")
 
     def _said(self, message: str) -> str:
         """Returns what argparse says, in plain words."""

@@ -78,6 +78,10 @@ class Validation(Part):
     later: the first one at or after each multiple of ``every``.  The members measure the state after the last step in any case.
     The device of a spare must hold the whole state.
     """
+    patience: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of validations in a row without a smaller loss than the best one after which the run ends, with the checkpoint of that
+    step.  With a larger number, or 0, it goes on from there.  0: never.
+    """
     samples: Free[Annotated[Whole, Field(ge=0)]] = 0
     """Number of samples, the first ones of the dataset.  0: all."""
     dataset: Free[Code | Literal[""]] = ""

@@ -82,7 +82,8 @@ def joined(decision: Decision, event: Joined) -> None:
     if (misfit := _misfit(decision, event)) is not None:
         why, shared = misfit
         decision.do(Kill((event.worker,), "its node is refused"))
-        return refuse_node(decision, event.node, f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}", shared)
+        said = f"{_called(event.worker, event.node, event.build.host)} cannot be a member: {why}"
+        return refuse_node(decision, event.node, said, shared, by_job=shared)
     if (other := _on_its_device(run, event)) is not None:
         decision.do(Kill((event.worker,), "another worker has its device"))
         both = f"{_called(event.worker, event.node, event.build.host)} and {other} compute on one device ({event.device}); {ASKED_EARLY}"

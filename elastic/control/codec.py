@@ -71,6 +71,8 @@ SELDOM = {
 QUIET: Mapping[type, tuple[str, ...]] = {
     StepDone: ("metrics", "quarantined", "quarantined_by"),
     SaveFailed: ("full",),
+    RunState: ("enough",),
+    Rules: ("patience", "validate_every"),
     Retain: ("at_once",),
 }
 """Fields that are left out where they say nothing."""

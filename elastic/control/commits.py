@@ -24,7 +24,7 @@ from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.actions import Pause
-from elastic.protocol.commit_record import GO_ON, Outcome, Score, Validated, told_of
+from elastic.protocol.commit_record import GO_ON, Outcome, Score, Validated, out_of_patience, told_of
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Evaluated, StepDone
 from elastic.protocol.plan import Plan
@@ -117,6 +117,16 @@ def _validated(decision: Decision, version: Version, found: Validated) -> None:
     decision.know("history", validated=score, best=score if is_best or best is None else best)
     against = "" if is_best or best is None else f"; the best is {best.found.mean:.6g} after step {best.version.step}"
     decision.say(f"{told_of(version.step, found)}{against}")
+    _count_the_worse(decision, version.step)
+
+
+def _count_the_worse(decision: Decision, step: int) -> None:
+    """Takes note that the validation after ``step`` was the last one for which the run has patience."""
+    best, every, patience = decision.run.history.best, decision.rules.validate_every, decision.rules.patience
+    if not patience or decision.run.enough or best is None or step // every - best.version.step // every < patience:
+        return
+    decision.know(enough=step)
+    decision.say(out_of_patience(patience, best.version.step, step))
 
 
 def _watch(decision: Decision, outcome: Outcome) -> None:

@@ -402,8 +402,7 @@ class CopyInventory:
     """The nodes of the present world that have none, as was said."""
     copied: Version | None = None
     """The newest version since the generation began that is complete in the host memory of all members."""
-    buddied: Version | None = None
-    """The newest version since the generation began that is complete at all buddies."""
+    buddied: Version | None = None  # the same at all buddies
     protected: tuple[Version | None, Version | None] = (None, None)
     """The values of ``copied`` and ``buddied`` from earlier generations."""
 
@@ -446,6 +445,7 @@ class RunState:
     """The reason why the run ends as failed once it has stopped; "" if it does not."""
     health: Health = field(default_factory=Health)
     skips: Skips = field(default_factory=Skips)
+    enough: int = 0  # the step whose validation was the last one for which the run had patience: its checkpoint is the last one
 
     @staticmethod
     def begin(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic.control import edges, growth, stopping
 from elastic.control.decision import Decision, names
 from elastic.control.run import Running
+from elastic.control.saves import target_is_saved
 from elastic.control.seating import candidates, layout_of
 from elastic.protocol.plan import Plan
 
@@ -13,6 +14,8 @@ def go_on(decision: Decision, state: Running) -> None:
     run, plan = decision.run, state.plan
     if run.step >= decision.rules.target_step:
         edges.finish(decision, plan)
+    elif run.enough and target_is_saved(run, decision.rules):
+        edges.stop(decision, f"the last checkpoint, of step {run.history.saved[-1].step}, is in the bucket")
     elif run.stop:
         edges.pause(decision, f"stop asked for ({run.stop})", save=True)
     elif stalled := stopping.stands_still(decision, plan):

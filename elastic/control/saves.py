@@ -288,8 +288,8 @@ def retained(run: RunState) -> Retain:
 
 
 def target_is_saved(run: RunState, rules: Rules) -> bool:
-    """Returns whether the target step is in the bucket."""
-    return bool(run.history.saved) and run.history.saved[-1].step >= rules.target_step
+    """Returns whether the target step is in the bucket, or the step at which the run has lost patience."""
+    return bool(run.history.saved) and run.history.saved[-1].step >= min(rules.target_step, run.enough or rules.target_step)
 
 
 def damaged(decision: Decision, version: Version, detail: str) -> None:

@@ -174,6 +174,11 @@ def told_of(step: int, found: Validated) -> str:
     return f"validation after step {step}: loss {found.mean:.6g} over {found.count} terms"
 
 
+def out_of_patience(patience: int, best: int, step: int) -> str:
+    """Returns the sentence about a run that ends because no validation since that after step ``best`` was better."""
+    return f"validation.patience = {patience}: no validation is better than that after step {best}, so step {step} is the last"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The commit of one step, the same on every member.

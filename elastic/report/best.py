@@ -64,6 +64,13 @@ def best(found: Mapping[Version, Loss]) -> Best | None:
     return None if version is None else Best(version, losses[version], len(found) - len(counted))
 
 
+def enough(found: Mapping[Version, Loss], patience: int) -> int:
+    """Returns the step of the newest validation if it is one of ``patience`` or more in a row that are not better than the best; else 0."""
+    top, counted = best(found), sorted(comparable(found))
+    worse = sum(version > top.version for version in counted) if top is not None else 0
+    return counted[-1].step if 0 < patience <= worse else 0
+
+
 def over_fit(found: Mapping[Version, Loss], training: Callable[[int], Iterable[tuple[int, float]]], again: str) -> str:
     """Returns the sentence about a run that over-fits; "" for another one.
 

@@ -12,14 +12,12 @@ LEAST_MFU = 0.005
 """Smallest MFU that is told: a step's line would round less to 0%."""
 
 
-def noun_of(loss: str, outcome: Outcome) -> str:
+def noun_of(loss: str, *, by_sample: bool) -> str:
     """Returns what a step of a job with this ``loss`` counts: tokens, samples, or in general the terms of the loss.
 
-    Only our own losses are known to count tokens.
+    Only our own losses are known to count tokens.  ``by_sample`` says that there is one term for each sample.
     """
-    if loss.partition(".")[0] == "elastic":
-        return "tokens"
-    return "samples" if sum(outcome.counts) == sum(map(len, outcome.samples)) else "terms"
+    return "tokens" if loss.partition(".")[0] == "elastic" else "samples" if by_sample else "terms"
 
 
 class Speed:

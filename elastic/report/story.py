@@ -108,7 +108,7 @@ class Story:
         usage, waiting, alone = outcome.usage, outcome.waiting, Speed()
         for speed in (alone, self.speed):
             speed.add(outcome, work)
-        self.speed.noun = noun_of(self.loss, outcome)
+        self.speed.noun = noun_of(self.loss, by_sample=sum(outcome.counts) == sum(map(len, outcome.samples)))
         line = StepLine(
             at,
             outcome.step,

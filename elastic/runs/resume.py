@@ -12,6 +12,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.stretches import ended
 from elastic.protocol import lineage
+from elastic.protocol.lineage import Lineage
 from elastic.report.best import Best, Loss, best, number_of, over_fit
 from elastic.runs import branches, forks, metrics
 from elastic.runs.forks import Origin
@@ -155,6 +156,12 @@ def best_of(run: Run) -> Best | None:
     for score in filter(None, (history.best, history.validated)):
         found[score.version] = Loss(score.found.mean, number_of(score.held_out))
     return best(found)
+
+
+def measured(run: Run, line: Lineage, held_out: str) -> dict[Version, Loss]:
+    """Returns the validations of the lineage ``line`` on these held-out samples, if ``validation.patience`` asks how good they were."""
+    found = metrics.validations(run, line, older=False) if run.job.validation.patience else {}
+    return {version: loss for version, loss in found.items() if loss.data in (0, number_of(held_out))}
 
 
 def over_fits(run: Run) -> str:

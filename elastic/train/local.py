@@ -21,7 +21,7 @@ from elastic.control.health import watch
 from elastic.control.run import Finished, RunState, Stopped
 from elastic.engine.optim.schedule import rate_for_readers
 from elastic.engine.world import World
-from elastic.errors import JobError, PlatformGaveUp
+from elastic.errors import ElasticError, JobError, PlatformGaveUp, Refused, StateChanged
 from elastic.ids import NodeId, Version
 from elastic.imports import users_traceback
 from elastic.job import Job
@@ -29,17 +29,18 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import written_by
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
-from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validated, told_of
+from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validated, out_of_patience, told_of
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Work
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
+from elastic.report.best import Loss, best, enough, number_of
 from elastic.report.metrics import Row, row_of, with_validation
 from elastic.report.story import Line, Scored, Sentence, Story
 from elastic.runs import alone, data, owed, validations
 from elastic.runs import asked as recorded
 from elastic.runs.metrics import Sinks, store_journaled, store_rows
-from elastic.runs.resume import best_of, over_fits
+from elastic.runs.resume import best_of, measured, over_fits
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
 from elastic.state.heal import Healing, home_of
@@ -183,6 +184,8 @@ class _Local:
         self.sinks = Sinks(run, self.said.append)
         self.found: tuple[int, Validated] | None = None
         """The newest validation, and the step after which it was made."""
+        self.measured: dict[Version, Loss] = {}
+        """The validations by which ``validation.patience`` is judged."""
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
     def train(self) -> tuple[str, str, int]:
@@ -191,6 +194,7 @@ class _Local:
         self._store_journaled()
         self.sinks.hand_on(self.lineage)  # what they lack of earlier processes
         self._pay()
+        self.measured = measured(self.run, self.lineage, held_out_of(self.session)) if job.validation.every else {}
         go(self.apply_fence, self.plan, state.shard)
         for line in decay_line(state).splitlines():
             self.show_sentence(line)
@@ -204,17 +208,20 @@ class _Local:
             Context(job, state, partial(self._steps, state, effects), effects).run(self.session.loop)
         except KeyboardInterrupt as interrupt:
             asked = str(interrupt) or "Ctrl-C"
-            with self.apply_fence as member:
-                harmed = not member.held
-            if harmed:
+            if self._is_harmed():
                 return "Stopped", f"{asked} in the middle of an update; the last save counts", self.step
+            self.show_sentence(f"{asked}: the run stops after a save; another Ctrl-C ends this command without it")
             self._save(state, stops=True)
             return "Stopped", f"{asked}; saved at step {self.step}", self.step
+        except Exception as error:
+            self._save_before(error, state)
+            raise
         finally:
             self.profiler.finish()
             self.profiler.close()
         self._validated(state, self.step)
-        return "Finished", f"all {job.steps} steps are done", self.step
+        top, why = best(self.measured) if self._ends() else None, f"all {job.steps} steps are done"
+        return "Finished", why if top is None else out_of_patience(job.validation.patience, top.version.step, self.step), self.step
 
     def _steps(self, state: State, effects: Effects) -> Generator[Step]:
         """Yields the steps of the run; the loop commits each of them before the next one."""
@@ -234,6 +241,8 @@ class _Local:
             effects.committed(step)
 
         for step in range(version.step, job.steps):
+            if self._ends():
+                return
             validated = self._validated(state, step)
             with self.profiler.watch(step + 1, self.world):
                 yield _Step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON, validated, done)
@@ -242,11 +251,23 @@ class _Local:
         """Returns what the state after ``step`` loses on held-out samples, if it is due, and shows it."""
         if not self.session.job.validates(step):
             return None
+        if self.found is None and self._is_known():
+            return None
         if self.found is None or self.found[0] != step:
             self.found = step, validate(self.session, state, self.apply_fence, step)
             self.show(Scored(time.time(), told_of(step, self.found[1]), step, self.found[1].mean))
             self._note(self.found[1])
+            self.measured[lineage.tip(self.lineage)] = Loss(self.found[1].mean)
         return self.found[1]
+
+    def _ends(self) -> bool:
+        """Returns whether the run has no patience left at the step that is done, which is saved then."""
+        return 0 < self.step == enough(self.measured, self.session.job.validation.patience)
+
+    def _is_known(self) -> bool:
+        """Returns whether the state with which this process began was validated before, on the same samples."""
+        there = validations.stored(self.run.store, self.run.job.name).get(lineage.tip(self.lineage))
+        return not self.rows and there is not None and there[1].data in (0, number_of(held_out_of(self.session)))
 
     def _note(self, found: Validated) -> None:
         """Adds a validation to the row of the last step, or stores it by itself if that row is stored."""
@@ -335,17 +356,36 @@ class _Local:
         asked = Retain(tuple(self.saved[-1:]), self.lineage, best and best.version, (self.plan.version, version), at_once)
         return self.retention.round(asked)
 
+    def _is_harmed(self) -> bool:
+        """Returns whether an update broke off in the middle."""
+        with self.apply_fence as member:
+            return not member.held
+
+    def _save_before(self, error: Exception, state: State) -> None:
+        """Saves the steps before an error of the job, unless it may have changed the state."""
+        ours = isinstance(error, ElasticError) and (isinstance(error, StateChanged) or not isinstance(error, JobError))
+        if ours or not self.rows or self._is_harmed():
+            return
+        try:
+            if self.session.computing or self.session.job.loop:
+                state.guard.check()
+            self._save(state, stops=True)
+        except Exception as failed:  # the error of the job is what the user must hear of
+            self.show_sentence(f"step {self.step} is not saved ({failed}); the last save counts")
+        else:
+            self.show_sentence(f"step {self.step} is saved; an error of the job ends the run in the step after it")
+
     def _check_claim(self, version: Version) -> None:
-        """Raises :class:`PlatformGaveUp` unless the newest claim of the run is this command's: ``version`` would not count."""
+        """Raises :class:`Refused` unless the newest claim of the run is this command's: ``version`` would not count."""
         owner = self.run.owner()
         if (latest := owner["incarnation"] if owner else 0) < self.incarnation:
             gone = self.run.store.full_name(f"{self.run.job.name}/owner/{self.incarnation:06d}.json")
-            raise PlatformGaveUp(
+            raise Refused(
                 f"{gone}, this command's claim, is gone: somebody has deleted it, or the run's folder; {version} is not saved, and this "
                 f"command ends"
             )
         if latest != self.incarnation or not alone.is_ours(owner):  # somebody may have deleted the run, and begun it anew
-            raise PlatformGaveUp(
+            raise Refused(
                 f"another command has taken this run over (owner {latest}; this one is {self.incarnation}): "
                 f"{version} is not saved, and this command ends"
             )

@@ -162,7 +162,7 @@ def test_a_command_that_the_cluster_of_its_run_refuses_does_not_begin_it_again(
             for environment, line in (*((each, "train") for each in refused), ({}, "status")):
                 commands.append(begun(environment, line))
                 until_it_says(commands[-1], "begun with (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN,", never="a Ray cluster starts")
-                assert not commands[-1].communicate(timeout=PATIENCE_S)[0] and commands[-1].returncode == 2
+                assert not commands[-1].communicate(timeout=PATIENCE_S)[0] and commands[-1].returncode == 1
             commands.append(begun(right, "train"))
             until_it_says(commands[-1], "attached to guarded, which runs on this cluster already", never="a Ray cluster starts")
             begun(right, "stop").communicate(timeout=PATIENCE_S)
@@ -244,7 +244,7 @@ def test_what_is_no_address_of_a_head(
     path = str(slow_job(tmp_path, "nowhere"))
     if named != "--address":
         monkeypatch.setenv("RAY_ADDRESS", address)
-    assert main(["train", path, *(["--address", address] if named == "--address" else [])]) == 2
+    assert main(["train", path, *(["--address", address] if named == "--address" else [])]) == 1
     assert f"{named} = '{address}' is not the address of a Ray cluster's head" in said(capsys)
 
 

@@ -170,6 +170,11 @@ def test_detached_it_trains_on_until_it_is_told(tmp_path: Path, capsys: pytest.C
 
     view = view_of("detached")
     assert view is not None and view.generation == 1 and not view.stopping
+    address = ray.get_runtime_context().gcs_address
+    alone = Command(tmp_path, "train", "job.toml", "--local", warm=True, RAY_ADDRESS=address)
+    assert alone.wait() == 1 and f"this run lives on the cluster at {address}; `elastic stop" in alone.text, alone.text
+    assert main(["train", str(tmp_path / "job.toml"), "--local"]) == 1 and "this run lives on the cluster at" in capsys.readouterr().out
+    assert reached("detached", view.step)() and ray.is_initialized(), "this process is still part of that cluster"
     deadline = time.monotonic() + PATIENCE_S
     while not reached("detached", view.step + 5)():
         assert time.monotonic() < deadline, view_of("detached")

@@ -304,6 +304,7 @@ ENVIRONMENT = {
 BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
+    "elastic/train/local.py": "whatever the user's code raises, the steps before it are saved",
     "elastic/train/context.py": "whatever the user's loop has made of the error of a step, that error goes on",
     "elastic/train/profiler.py": "whatever keeps a profile from being made is told, and training goes on without it",
     "elastic/state/snapshot.py": "a copy that fails ends the thread that makes it, never the step",

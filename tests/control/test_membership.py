@@ -193,6 +193,9 @@ def test_data_that_is_not_shared_ends_a_run_that_has_not_begun() -> None:
     play = begun(min_workers=1)
     joins(play, "w1", "n1", build=replace(THERE, data="other"))
     assert isinstance(play.run.state, Failed) and "the data's fingerprint is other there" in play.run.state.reason
+    assert play.run.state.job_error and play.run.state.reason.startswith(play.run.state.job_error), (
+        "who repeats the command changes nothing"
+    )
 
 
 def test_a_node_that_joins_later_is_refused_and_the_run_goes_on() -> None:

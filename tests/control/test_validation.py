@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.control import codec
-from elastic.control.run import Failed, Finished, Finishing
+from elastic.control.run import Failed, Finished, Finishing, Running
 from elastic.ids import Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome, Score, Validated
@@ -149,3 +149,34 @@ def test_replicas_that_differ_end_the_run_at_once() -> None:
         play.answer("w1", Version(3, 1))
         assert isinstance(play.run.state, Failed) is ends
         assert not ends or play.run.state.reason == "replicas of the state differ at step 4, as w1 found"
+
+
+def test_a_run_without_patience_ends_with_the_checkpoint_of_the_validation() -> None:
+    """L1: two validations in a row are no better.  The world trains on until that checkpoint is there.
+
+    A worker is lost meanwhile, so a validation is told again: it is not counted twice.  The control has more patience.
+    """
+    for patience in (2, 3):
+        play = stepping(2, save_every=2, validate_every=2, patience=patience)
+        for number, loss in ((1, None), (2, None), (3, 2.0), (4, None), (5, 2.5)):
+            step(play, number, loss)
+        play.save(Version(4, 1), "w1", "w2")
+        step(play, 6)
+        play.lose("w1")
+        play.answer("w2", Version(4, 1))
+        reformed(play)
+        assert play.run.history.version == Version(4, 1) and not play.run.enough
+        assert "the last" not in step(play, 5, 2.5)
+        step(play, 6)
+        said = step(play, 7, 2.0)
+        assert (play.run.enough, isinstance(play.run.state, Running)) == (6 if patience == 2 else 0, True)
+        why = "; validation.patience = 2: no validation is better than that after step 2, so step 6 is the last"
+        assert said.endswith(why if patience == 2 else "the best is 2 after step 2")
+        run = codec.decode(type(play.run), json.loads(json.dumps(codec.encode(play.run))))
+        assert run.enough == play.run.enough and ("enough" in codec.encode(run)) == (patience == 2), "an older version reads the control"
+        play.save(Version(6, 2), "w2")
+        if patience == 3:
+            assert isinstance(play.run.state, Running)
+            continue
+        assert play.last.reason.endswith("the last checkpoint, of step 6, is in the bucket: stop generation 2 of 1 worker")
+        assert play.answer("w2", Version(7, 2)).endswith("finished at step 6") and isinstance(play.run.state, Finished)

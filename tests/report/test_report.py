@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from actors.cli import main
 from actors.report_command import facts_of
@@ -25,6 +26,7 @@ from elastic.report.page.model import Branch, Checkpoint, Facts
 from elastic.report.page.series import Columns, buckets, log_ticks, smoothed, ticks
 from elastic.report.page.tables import KEPT
 from elastic.report.recoveries import Recovery
+from elastic.report.story import StepLine
 from elastic.report.timeline import FORMED, LOST, Moment, Save, Timeline, World
 from elastic.report.words import duration, percent, shown
 from elastic.runs.run import Run
@@ -230,6 +232,34 @@ def test_l2_a_run_without_ray_and_one_that_has_no_step_yet(tmp_path: Path) -> No
     assert settings["optim.lr"] == "0.01" and settings["validation.args.samples"] == "50"
     assert settings["metrics.sinks.tests.support.sinks:Table.path"] == "(not shown)", "it may be a key"
     assert "hush" not in (tmp_path / "page.html").read_text(encoding="utf-8") and (tmp_path / "hush.db").exists()
+
+
+def test_l2_two_processes_that_trained_one_after_the_other(tmp_path: Path) -> None:
+    """L2: there was no world between them, and the page counts what the run's lines count: terms of a loss that is not ours."""
+    job = toy_job(tmp_path / "bucket", steps=6, loss=f"{__name__}:squares", **TINY)
+
+    def stops(line: Any) -> None:
+        if isinstance(line, StepLine) and line.step == 3:
+            raise KeyboardInterrupt
+
+    shown_ = list[Any]()
+    assert run_local(job, stops)[0] == "Stopped" and run_local(job, shown_.append)[0] == "Finished"
+    facts, rows = facts_of(Run.open(job), job.keep(), 5000.0), lines(Run.open(job))
+    page = page_of(facts)
+    (world,) = (chart for chart in page.charts if chart.key == "world")
+    (stairs,) = world.lines
+    began, at = rows[0]["time"], [row["time"] for row in rows]
+    sizes = [(point.x, point.mean) for point in stairs.points]
+    assert (pytest.approx(at[2] - began), 0) in sizes and sizes[-1] == (pytest.approx(at[5] - began), 1)
+    assert len({x for x, size in sizes if size == 0}) == 1
+    (rate,) = (chart for chart in page.charts if chart.key == "throughput")
+    assert rate.unit == "terms a second" and "terms a second" in next(tile.note for tile in page.tiles if tile.label == "Throughput")
+    assert {line.noun for line in shown_ if isinstance(line, StepLine)} == {"terms"}
+
+
+def squares(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    found = model(batch["tokens"][:, :-1].clamp_min(0))
+    return found.float().square().sum(), torch.tensor(found.numel())
 
 
 def test_each_rule_that_keeps_a_checkpoint_has_words() -> None:

@@ -12,7 +12,7 @@ import pytest
 from actors.begin import begin
 from actors.cli import main
 from actors.launch import launch
-from elastic.errors import JobError, PlatformGaveUp
+from elastic.errors import JobError, PlatformGaveUp, Refused
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -106,7 +106,7 @@ def test_l4_a_branch_of_another_command_meanwhile_is_said(tmp_path: Path) -> Non
         theirs.branch(0.0, incarnation=theirs.claim("there"))
         return ours
 
-    with pytest.raises(PlatformGaveUp, match="another command has begun toy, or a branch of it, meanwhile; `elastic runs` shows it"):
+    with pytest.raises(Refused, match="another command has begun toy, or a branch of it, meanwhile; `elastic runs` shows it"):
         begin(Start(changed), lambda line: None, True, claim)
     assert Run.find(changed).job.optim.lr == 1e-5
 
@@ -119,7 +119,7 @@ def test_l4_a_process_that_looked_before_another_claim_begins_no_branch(tmp_path
         assert run.claim("there", "a life") == seen + 1
         return run.claim_here(after=seen)
 
-    with pytest.raises(PlatformGaveUp, match="another command has begun toy, or a branch of it, meanwhile"):
+    with pytest.raises(Refused, match="another command has begun toy, or a branch of it, meanwhile"):
         begin(Start(changed), lambda line: None, True, later)
     assert (run.latest_claim(), branches.number_of(run.store, "toy")) == (2, 1)
     assert begin(Start(changed), lambda line: None, True, lambda run, _: run.claim_here()) == 3

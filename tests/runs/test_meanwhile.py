@@ -16,7 +16,7 @@ from actors.begin import begin
 from actors.cli import main
 from actors.launch import launch
 from elastic.control.run import Stopped
-from elastic.errors import JobError, PlatformGaveUp
+from elastic.errors import JobError, Refused
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -222,7 +222,7 @@ def test_l4_a_command_that_trains_goes_past_a_process_of_another_machine(tmp_pat
             assert Run.open(job).claim_here() == 2
             machine("host-a")
 
-    with pytest.raises(PlatformGaveUp, match="another command has taken this run over"):
+    with pytest.raises(Refused, match="another command has taken this run over"):
         launch(job, local=True, show=show)
     assert len(lines) == 1 and lines[0].text.startswith("run was begun with --local on host host-a at ")
     assert lines[0].text.endswith("if it still trains there, it saves nothing more and ends at its next save") and saved(job) == [2]
@@ -241,7 +241,7 @@ def test_l4_a_process_whose_run_was_deleted_and_begun_anew_writes_nothing_there(
             shutil.rmtree(tmp_path / "bucket" / "run")
             assert Run.open(job.replace(seed=9)).claim(LOCAL, "another life") == 1
 
-    with pytest.raises(PlatformGaveUp, match="another command has taken this run over"):
+    with pytest.raises(Refused, match="another command has taken this run over"):
         launch(job, local=True, show=show)
     there = Run.find(job.replace(seed=9))
     assert saved(job.replace(seed=9)) == [] and there.end() is None and not [*(tmp_path / "bucket").rglob("ends/*")]
@@ -278,7 +278,7 @@ def test_l4_what_a_process_of_another_machine_saves_after_a_roll_back_does_not_c
     elif when.startswith("after"):
         monkeypatch.setattr(Run, "commit", before(commit))
     if when.startswith("while"):
-        with pytest.raises(PlatformGaveUp, match=r"another command has taken this run over .*: step 6 of generation 2 is not saved"):
+        with pytest.raises(Refused, match=r"another command has taken this run over .*: step 6 of generation 2 is not saved"):
             launch(job, local=True, branch=True, show=lambda line: None)
     else:
         assert launch(job, local=True, branch=True, show=lambda line: None).step == 6

@@ -9,20 +9,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from actors.checkpoint_commands import rm
+from elastic.engine.loss import next_token
 from elastic.engine.optim.base import Hyper, Part, Rule
 from elastic.errors import PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.member import Member
-from elastic.report.story import Line, Sentence, StepLine
+from elastic.report.story import Line, Scored, Sentence, StepLine
 from elastic.runs.run import Run
 from elastic.train.local import run_local
 from tests.support.full_disk import small_disk
-from tests.support.toys import toy_job
+from tests.support.toys import Sums, toy_job
 
 SMALL = {"vocab": 29, "dim": 8, "layers": 1, "heads": 1}
 
@@ -133,3 +135,70 @@ def test_a_run_on_a_disk_without_room_says_what_frees_some_and_then_goes_on(tmp_
         with pytest.raises(PlatformGaveUp, match="the save of step 8 "):
             run_local(job, lines.append)
         assert steps_of(job) == [4, 6]
+
+
+STRIKES = [""]
+
+
+class Unread(Sums):
+    """A dataset that cannot be read while ``STRIKES`` says so."""
+
+    def read(self, ids: tuple[int, ...]) -> dict[str, Tensor]:
+        if STRIKES[0] == "data":
+            raise OSError("struck")
+        return super().read(ids)
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
+    """The loss of other tests, which fails while ``STRIKES`` says so, perhaps after a write to the weights."""
+    if STRIKES[0] == "writes":
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+    if STRIKES[0] in ("loss", "writes"):
+        raise ArithmeticError("struck")
+    return next_token(model, batch)
+
+
+@pytest.mark.parametrize("kind", ["data", "loss", "show", "writes"])
+def test_an_error_of_the_job_costs_no_step_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The user's code fails in step 4 of 6.  The control: a loss that has changed the weights before costs all steps, and no bit."""
+    monkeypatch.setitem(globals(), "STRIKES", [""])
+    job = toy_job(tmp_path, model_args=SMALL, steps=6, loss=f"{__name__}:loss", data={"dataset": f"{__name__}:Unread"})
+    shown: list[Line] = []
+
+    def show(line: Line) -> None:
+        shown.append(line)
+        if isinstance(line, StepLine) and line.step == 3:
+            STRIKES[0] = kind
+            if kind == "show":
+                raise OSError("struck")
+
+    def steps() -> dict[int, float]:
+        return {line.step: line.loss for line in shown if isinstance(line, StepLine)}
+
+    run_local(job.replace(name="undisturbed"), shown.append)
+    undisturbed = steps()
+    shown.clear()
+    with pytest.raises(Exception, match="struck"):
+        run_local(job, show)
+    newest = Run.open(job).newest()
+    assert (newest.step if newest else 0) == (0 if kind == "writes" else 3), [getattr(line, "text", "") for line in shown]
+    STRIKES[0] = ""
+    shown.clear()
+    assert run_local(job, shown.append)[0] == "Finished"
+    assert steps() == {step: undisturbed[step] for step in (range(1, 7) if kind == "writes" else (4, 5, 6))}
+
+
+def test_a_run_that_has_finished_is_not_validated_again(tmp_path: Path) -> None:
+    """The control: on other samples it is."""
+    held_out = {"dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}, "every": 2, "samples": 8}
+    job = toy_job(tmp_path, model_args=SMALL, steps=4, checkpoint={"save_every": 2}, validation=held_out)
+
+    def validated(job: Job) -> list[int]:
+        shown: list[Line] = []
+        assert run_local(job, shown.append)[0] == "Finished"
+        return [line.step for line in shown if isinstance(line, Scored)]
+
+    assert validated(job) == [2, 4]
+    assert validated(job) == []
+    assert validated(job.replace(validation=held_out | {"samples": 12})) == [4]

@@ -76,7 +76,7 @@ def _tiles(facts: Facts, shares: Sequence[Share]) -> list[Tile]:
         last = f"{shown(columns.last('validation_loss'))} at last"
         tiles.append(Tile("Best validation loss", shown(best.loss), f"after step {best.version.step:,}; {last}{others}"))
     if (rate := throughput(columns)) > 0:
-        what = unit_of(columns, facts.global_batch)
+        what = unit_of(facts)
         tiles.append(Tile("Throughput", shown(rate), f"{what} a second, over all measured steps"))
     if shares:
         counts, up = shares_useful(shares), sum(each.seconds for each in shares if each.kind != "away")

@@ -11,6 +11,7 @@ from elastic.ids import Version
 from elastic.report.best import Best, Loss, best, over_fit
 from elastic.report.page.model import Chart, Facts, Lane, Line, Mark
 from elastic.report.page.series import GRADIENT, LOSS, SPIKE, Bucket, Columns, buckets, sampled, smoothed
+from elastic.report.speed import noun_of
 from elastic.report.timeline import BRANCH, COORDINATOR, ENDED, FORMED, LEFT_OUT, LOST, SAVED, SKIPPED, STARTED, Moment
 from elastic.report.words import TEXT, clipped, counted, shown
 
@@ -105,7 +106,7 @@ def charts_of(facts: Facts) -> list[Chart]:
         return charts
     began = min([*finite[:1], *([began] if began is not None else [])])
     by_time = (0.0, max([1.0, told.at - began, *(finite[-1:] and [finite[-1] - began])]))
-    since, unit = [at - began for at in times], unit_of(columns, facts.global_batch)
+    since, unit = [at - began for at in times], unit_of(facts)
     over = f"Over all measured steps it is {shown(throughput(columns))} {unit} a second."
     by_clock = _lanes(moments, by_time, began)
     charts.append(
@@ -121,7 +122,7 @@ def charts_of(facts: Facts) -> list[Chart]:
             told=over,
         )
     )
-    sizes = [(at - began, float(size)) for at, size in told.sizes] or _worlds(since, columns["world"])
+    sizes = [(at - began, float(size)) for at, size in told.sizes] or _worlds(since, columns)
     if sizes and told.sizes and told.state not in ENDED:
         sizes.append((by_time[1], sizes[-1][1]))
     most = max((size for _, size in sizes), default=0.0)
@@ -167,13 +168,18 @@ def _stairs(sizes: Sequence[tuple[float, float]]) -> list[Bucket]:
     return [Bucket(each.x, each.low, each.high, sizes[bisect_right(ends, each.x) - 1][1], each.number) for each in found]
 
 
-def _worlds(times: Sequence[float], worlds: Sequence[float]) -> list[tuple[float, float]]:
-    """Returns the sizes of the worlds that the rows tell."""
-    found = list[tuple[float, float]]()
-    for at, size in zip(times, worlds, strict=True):
-        if math.isfinite(size) and math.isfinite(at) and (not found or found[-1][1] != size):
-            found.append((at, size))
-    return [*found, (times[-1], found[-1][1])] if found else []
+def _worlds(times: Sequence[float], columns: Columns) -> list[tuple[float, float]]:
+    """Returns the sizes of the worlds that the rows tell: from its first step to its last, and 0 until the next one."""
+    found, last = list[tuple[float, float]](), -1.0
+    for at, size, generation, took_s in zip(times, *(columns[name] for name in ("world", "generation", "step_s")), strict=True):
+        if not (math.isfinite(size) and math.isfinite(at)):
+            continue
+        if math.isfinite(generation) and generation != last:
+            ended = found[-1][0] if found else 0.0
+            found += [*([(ended, 0.0)] if found else []), (max(at - took_s, ended) if math.isfinite(took_s) else at, size)]
+            last = generation
+        found.append((at, size))
+    return found
 
 
 # ---- numbers of all steps
@@ -201,12 +207,13 @@ def _validations(columns: Columns) -> dict[Version, Loss]:
 
 
 def throughput(columns: Columns) -> float:
-    """Returns the tokens a second over all steps whose time was measured."""
+    """Returns the terms of the loss a second over all steps whose time was measured."""
     measured = [(tokens, took) for tokens, took in zip(columns["tokens"], columns["step_s"], strict=True) if math.isfinite(took)]
     took_s = math.fsum(took for _, took in measured)
     return math.fsum(tokens for tokens, _ in measured) / took_s if took_s else 0.0
 
 
-def unit_of(columns: Columns, global_batch: int) -> str:
-    """Returns what is counted: samples if every step has one term of the loss for each sample, else tokens."""
-    return "samples" if global_batch and all(tokens == global_batch for tokens in columns["tokens"]) else "tokens"
+def unit_of(facts: Facts) -> str:
+    """Returns what is counted, in the words of the run's lines."""
+    by_sample = bool(facts.global_batch) and all(terms == facts.global_batch for terms in facts.columns["tokens"])
+    return noun_of(facts.settings.get("loss", "elastic"), by_sample=by_sample)

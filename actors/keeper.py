@@ -66,6 +66,8 @@ SAID_S, SAID = 60.0, 10
 """Time in seconds for which the run's story does not repeat a sentence of this keeper, and how many it takes in that time."""
 UPLOADER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from elastic.state.uploader import main; main(*sys.argv[2:])"
 """Program of the uploader process, which finds modules in the same places as the keeper."""
+BY_OTHERS = ("killed by signal 9 ", "killed by signal 15 ")
+"""Ends of a worker for which the samples that it reads are not to blame."""
 SWITCH_S = 0.0005
 """Seconds that one thread of a keeper computes before another may: the beat waits that long for each busy thread."""
 
@@ -299,13 +301,15 @@ class Keeper:
             if time.monotonic() - looked_at > FOLDER_S:
                 looked_at, missing = time.monotonic(), self._make_again(missing)
             self.keeper_store.say_who_lacks_memory()
-            for worker, (process, _) in list(self.workers.items()):
+            for worker, (process, counters) in list(self.workers.items()):
                 if worker not in self._dying and process.dying():
                     self._dying.add(worker)
                     self.coordinator.post.remote(Lost(worker, DIED, certain=False))
                 if process.ended():
                     self.keeper_store.ended(worker)
-                    self.logs.keep(worker, describe(process.status()))
+                    self.logs.keep(worker, how := describe(process.status()))
+                    if counters.reading and not how.startswith(BY_OTHERS):
+                        self._say(f"{worker} {how.partition(';')[0]} while it read {counters.reading}: read these alone to see why")
                     del self.workers[worker]
                     self._dying.discard(worker)
                     self.actors.pop(worker, None)

@@ -162,7 +162,7 @@ def launch(
         if local:
             from elastic.train.local import run_local
 
-            return _result(job, *run_local(job, show, partial(begin_here, start, checked, show, branch)))
+            return _result(job, *run_local(job, show, partial(begin_here, start, checked, show, branch), checked.build))
         run = Run.look(job, branch=branch)
         run.check_local()
         seen = run.latest_claim()

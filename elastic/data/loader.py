@@ -75,10 +75,11 @@ class Loader:
         prefetch: int = 2,
         clock: Callable[[], float] = time.monotonic,
         named: str = "data.dataset",
+        reads: Callable[[Ids], object] = len,
     ) -> None:
-        """``named`` is the setting of the dataset, for errors."""
+        """``named`` is the setting of the dataset, for errors.  ``reads`` is told the samples before each read, and then none."""
         self.dataset, self.cursor, self.microbatch, self.prefetch, self.named = dataset, cursor, microbatch, prefetch, named
-        self._clock = clock
+        self._clock, self._reads = clock, reads
         self._final = cursor.batches.final // microbatch
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") if prefetch else None
         self._next: Reading | None = None
@@ -234,7 +235,11 @@ class Loader:
         return self.cursor.microbatch_ids(step, index, self.microbatch)
 
     def _read(self, ids: Ids) -> Batch:
-        return self._known(batch_of(self.dataset, ids, self.named), ids)
+        self._reads(ids)
+        try:
+            return self._known(batch_of(self.dataset, ids, self.named), ids)
+        finally:
+            self._reads(())
 
     def _known(self, batch: Batch, ids: Ids) -> Batch:
         """Raises :class:`DataError` if the model does not know a token of ``batch``: a GPU would end the process, and name nothing."""

@@ -45,7 +45,7 @@ def check(run: Run, fingerprint: str, samples: int) -> bool:
         raise JobError(
             f"data.args = {here}: the dataset has the fingerprint {fingerprint}, but the run {run.job.name!r} in "
             f"bucket = {run.job.bucket!r} was begun on {found['fingerprint']} (data.args = {without_secrets('data.args', found['args'])}); "
-            f"give this run another name, or the data it was begun on"
+            f"give this run another name, or the data it was begun on, and let fingerprint() be the same in every process"
         )
     if (begun_on := found.get("samples", samples)) != samples:  # runs of earlier versions did not note it
         raise JobError(

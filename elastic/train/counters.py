@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from elastic.protocol.events import HEALS, INITIALISES
@@ -38,7 +39,11 @@ state that came from members, keepers' copies and the bucket.  ``stepping_since_
 generation's first microbatch began, 0 before.  ``copies`` is the descriptor of the worker's region of host copies, 0 for none.
 ``started`` is when the process began, as the kernel counts it; a later process with the same ``pid`` began later."""
 PLACES = {name: place for place, name in enumerate(FIELDS)}
-BYTES = 8 * len(FIELDS)
+IDS = 64
+"""Largest number of samples that a death in a read is told with."""
+LOADERS = ("data", "validation")
+"""The sections of the datasets that a worker reads.  After the fields, each has the number of samples that it reads now, and their ids."""
+BYTES = 8 * (len(FIELDS) + len(LOADERS) * (1 + IDS))
 OPERATIONS = ("", "forms", "reads data", "computes", "commits", "updates", INITIALISES, "validates", HEALS)
 FOLDER = Path("/dev/shm")
 
@@ -68,6 +73,23 @@ class Counters:
 
     def __setitem__(self, field: str, value: int) -> None:
         self._view[PLACES[field]] = value
+
+    def reads(self, section: str, ids: Sequence[int]) -> None:
+        """Notes the samples that the dataset of ``section`` reads now; none once it has read them."""
+        place, some = len(FIELDS) + LOADERS.index(section) * (1 + IDS), ids[:IDS]
+        for number, sample in enumerate(some, 1):
+            self._view[place + number] = sample
+        self._view[place] = len(some)
+
+    @property
+    def reading(self) -> str:
+        """The samples that are read now, in words; "" if none are."""
+        told = []
+        for number, section in enumerate(LOADERS):
+            place = len(FIELDS) + number * (1 + IDS)
+            if count := self._view[place]:
+                told.append(f"samples {self._view[place + 1 : place + 1 + count].tolist()} of {section}.dataset")
+        return " and ".join(told)
 
     def at(self, operation: str) -> None:
         """Sets the worker's present operation."""

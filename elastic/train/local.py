@@ -6,10 +6,13 @@ itself, slice for slice as an uploader does.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +32,7 @@ from elastic.plan.layout import Layout
 from elastic.plan.placement import written_by
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
+from elastic.protocol.builds import Build
 from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validated, out_of_patience, told_of
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Work
@@ -60,13 +64,25 @@ from elastic.train.model import State, build_model, tensors_of
 from elastic.train.only_member import WORKER, go
 from elastic.train.own_metrics import Metrics
 from elastic.train.profiler import Profiler
-from elastic.train.session import held_out_of, make_session, make_snapshots, prepare_process
+from elastic.train.session import expect_same_samples, fingerprint_of, held_out_of, make_session, make_snapshots, prepare_process
 from elastic.train.step import Session, Step
 from elastic.train.trial import compare_with_torch
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import Damaged, Full, StorageError, Unavailable
 from storage.slices import Tensor
+
+LAST_WORDS = """
+import json, os, shutil, sys
+if not sys.stdin.read() and os.path.exists(sys.argv[2]):
+    sys.path[:] = json.loads(sys.argv[1])
+    from pathlib import Path
+    from elastic.train.counters import Counters
+    if reading := Counters(Path(sys.argv[2]), create=False).reading:
+        print(f"elastic: the process died while it read {reading}: read these alone to see why", file=sys.stderr, flush=True)
+    shutil.rmtree(os.path.dirname(sys.argv[2]), ignore_errors=True)
+"""
+"""Program that waits for the end of a process, and says which samples it read if it has said no word itself."""
 
 
 def claimed(job: Job) -> tuple[Run, int]:
@@ -75,10 +91,12 @@ def claimed(job: Job) -> tuple[Run, int]:
     return run, run.claim_here()
 
 
-def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tuple[Run, int]] = claimed) -> tuple[str, str, int]:
+def run_local(
+    job: Job, show: Callable[[Line], None], begin: Callable[[Job], tuple[Run, int]] = claimed, build: Build | None = None
+) -> tuple[str, str, int]:
     """Trains to the end in this process; returns (state, reason, step).  Ctrl-C stops after a save of the last complete step.
 
-    ``begin`` begins the run and claims it, once it is certain that it can begin.
+    ``begin`` begins the run and claims it, once it is certain that it can begin.  ``build`` is that of its checks.
 
     Raises :class:`JobError`, and :class:`PlatformGaveUp` if a save fails.
     """
@@ -90,23 +108,25 @@ def run_local(job: Job, show: Callable[[Line], None], begin: Callable[[Job], tup
         job = job.replace(validation=job.validation.model_copy(update={"by": "members"}))
     run, incarnation = begin(job)
     with alone.Ending(run.store, job.name, incarnation) as ending:
-        state, reason, step = _train(run, incarnation, device, show)
+        state, reason, step = _train(run, incarnation, device, show, build)
         ending.how = Finished() if state == "Finished" else Stopped(reason)
     return state, reason, step
 
 
-def _train(run: Run, incarnation: int, device: torch.device, show: Callable[[Line], None]) -> tuple[str, str, int]:
+def _train(run: Run, incarnation: int, device: torch.device, show: Callable[[Line], None], build: Build | None) -> tuple[str, str, int]:
     job, start = run.job, run.standing(incarnation, time.time())
-    with TemporaryDirectory() as folder:
-        session = make_session(job, Counters(Path(folder) / "counters", create=True), prefetch=0)
+    with TemporaryDirectory() as folder, _last_words(Path(folder) / "counters") as counters:
+        session = make_session(job, Counters(counters, create=True), prefetch=0)
         if job.offloads:
             tensors = tensors_of(build_model(job, session.builder), session.rule)
             session.snapshots = make_snapshots(job, tensors, device, session.counters, session.faults)
         if said := run.passed_over(start, put_away=True):
             show(Sentence(time.time(), said))
+        if build is not None:
+            expect_same_samples(session, build)
         if not start.history.saved and (said := compare_with_torch(session, device)):
             show(Sentence(time.time(), said))
-        data.bind(run, session.loader.dataset.fingerprint(), len(session.loader.dataset))
+        data.bind(run, fingerprint_of(job, session.loader.dataset), len(session.loader.dataset))
         world = World.alone(device, generation=start.generation + 1)
         local, ended = _Local(run, session, world, start, show), False
         try:
@@ -131,6 +151,18 @@ def _train(run: Run, incarnation: int, device: torch.device, show: Callable[[Lin
                 local.show_sentence(summary)
             world.close()
             session.close()
+
+
+@contextmanager
+def _last_words(counters: Path) -> Iterator[Path]:
+    """Lets another process say which samples were read if this one dies without a word, as in a library that crashes or exits."""
+    command = [sys.executable, "-I", "-S", "-c", LAST_WORDS, json.dumps(sys.path), str(counters)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:
+        try:
+            yield counters
+        finally:
+            with suppress(BrokenPipeError):
+                watcher.communicate(b"over")
 
 
 def save_here(checkpoints: Checkpoints, state: State, hook: Callable[[], None] | None = None) -> ShardReceipt:

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from tempfile import TemporaryFile
@@ -197,9 +198,10 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     check_schedule(job)
     lengths = lengths_of(job, dataset) if job.data.group_by_length else None
     cursor = Cursor.of(job.stretches(), len(dataset), lengths, _sizes_of(job, dataset))
-    loader = Loader(dataset, cursor, job.microbatch_size, job.data.prefetch if prefetch is None else prefetch, named=_named(job))
+    ahead, reads = job.data.prefetch if prefetch is None else prefetch, partial(counters.reads, "data")
+    loader = Loader(dataset, cursor, job.microbatch_size, ahead, named=_named(job), reads=reads)
     loop = loop_of(job)
-    faults, held_out = Faults(job.faults), _held_out(job, loader)
+    faults, held_out = Faults(job.faults), _held_out(job, loader, counters)
     return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, faults, held_out=held_out, loop=loop)
 
 
@@ -217,7 +219,7 @@ def _sizes_of(job: Job, dataset: Dataset) -> tuple[int, ...]:
     return sizes
 
 
-def _held_out(job: Job, loader: Loader) -> Loader | None:
+def _held_out(job: Job, loader: Loader, counters: Counters) -> Loader | None:
     """Opens the samples of the validation, if there is one.  Raises :class:`DataError`."""
     validation = job.validation
     if not validation.every:
@@ -231,7 +233,8 @@ def _held_out(job: Job, loader: Loader) -> Loader | None:
             f"validation.samples = {validation.samples}: the dataset of validation.args = {given} has {len(dataset)} samples; "
             f"give it more samples, or leave validation.samples out to take all"
         )
-    return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch, named=_named(held, "validation"))
+    named_in, reads = _named(held, "validation"), partial(counters.reads, "validation")
+    return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch, named=named_in, reads=reads)
 
 
 def loss_of(job: Job) -> Loss:
@@ -353,7 +356,7 @@ def lengths_of(job: Job, dataset: Dataset) -> Lengths:
     return lengths
 
 
-def _fingerprint(job: Job, dataset: Dataset, section: str = "data") -> str:
+def fingerprint_of(job: Job, dataset: Dataset, section: str = "data") -> str:
     try:
         return str(dataset.fingerprint())
     except (DataError, Unavailable):
@@ -374,12 +377,25 @@ def held_out_of(session: Session) -> str:
     if session.held_out is None:
         return ""
     dataset = session.held_out.dataset
-    return f"{_fingerprint(session.job, dataset, 'validation')}, {session.job.validation.samples or len(dataset)} samples"
+    return f"{fingerprint_of(session.job, dataset, 'validation')}, {session.job.validation.samples or len(dataset)} samples"
+
+
+def expect_same_samples(session: Session, build: Build) -> None:
+    """Raises :class:`JobError` if a fingerprint is another one than in ``build``, with which the same job was checked a moment before."""
+    for section, now, then in (
+        ("data", fingerprint_of(session.job, session.loader.dataset), build.data),
+        ("validation", held_out_of(session), build.held_out),
+    ):
+        if now != then:
+            raise JobError(
+                f"{section}.dataset = {session.job.data.dataset!r}: fingerprint() returned {then} first, and {now} now; let it depend on "
+                f"the samples alone, not on the time, random numbers, id() or hash() of a text"
+            )
 
 
 def unlike_held_out(session: Session) -> list[str]:
     """Returns a sentence if the samples of the validation are those that are trained on."""
-    if not held_out_of(session).startswith(f"{_fingerprint(session.job, session.loader.dataset)}, "):
+    if not held_out_of(session).startswith(f"{fingerprint_of(session.job, session.loader.dataset)}, "):
         return []
     return ["validation.args: these are the samples that are trained on, so the loss on them says little; hold others out"]
 
@@ -393,7 +409,7 @@ def build_of(session: Session, model: nn.Module | None = None) -> Build:
         torch=torch.__version__.partition("+")[0],
         ray=version_of("ray"),
         code=code_digest(job.code()),
-        data=_fingerprint(job, session.loader.dataset),
+        data=fingerprint_of(job, session.loader.dataset),
         held_out=held_out_of(session),
         samples=str(len(session.loader.dataset)),
         model=digest_of(model if model is not None else build_model(job, session.builder)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.cli import main
-from actors.launch import Result
+from actors.launch import Result, launch
 from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.story import Sentence
@@ -19,6 +20,7 @@ from tests.support.chaos import Trial, assert_nothing_left, exported_hash, sampl
 from tests.support.commands import assert_no_actor_left, user_job, user_package
 from tests.support.job_file import to_toml
 from tests.support.toys import LIGHT, toy_job
+from tests.train.test_samples import deadly
 
 STEPS = 12
 
@@ -124,6 +126,15 @@ def test_a_result_without_a_traceback_is_the_platforms(tmp_path: Path) -> None:
     job = job_of(tmp_path, "codes")
     ends: list[Result] = [_result(job, "Failed", "job error: in words only", 1), _result(job, "Failed", "anything", 1, "Traceback")]
     assert [end.exit_code for end in ends] == [2, 1]
+
+
+def test_samples_that_end_a_worker_are_named(tmp_path: Path) -> None:
+    """U10: the process of a worker exits in ``read``, and another one goes on."""
+    said, job = list[str](), deadly(tmp_path, "exits", workers={"max": 1})
+    assert launch(job, show=lambda line: said.append(str(line))).state == "Finished"
+    (line,) = [each for each in said if " while it read " in each]
+    ids = list(Cursor(48, 12, 0).microbatch_ids(3, 0, 2))
+    assert re.search(rf"w1 (exited with code 3|ended) while it read samples {re.escape(str(ids))} of data\.dataset: read these", line)
 
 
 def test_l9_a_loss_that_returns_a_mean_is_refused_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,14 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from actors.launch import launch
 from elastic.data.cursor import Cursor
 from elastic.data.loader import LOOKED_AT, Loader
 from elastic.errors import JobError
+from elastic.job import Job
 from elastic.protocol.builds import Build, difference
 from elastic.runs import data
 from elastic.runs.run import Run
 from elastic.train.model import digest_of
 from elastic.train.session import build_of, make_session
+from tests.support.commands import ROOT
 from tests.support.plain_models import STEPS, TWO, Batch, Net, Numbers, counting, job_of, loss
 from tests.support.ranks import Ranks
 from tests.support.segments import train, train_here
@@ -121,6 +129,71 @@ def test_a_run_and_a_node_are_bound_to_the_number_of_samples(tmp_path: Path) -> 
     found = difference(there, here, True)
     assert found is not None and found.sentence.startswith("the dataset's length is 60 there and 48")
     assert difference(here, here, True) is None
+
+
+class Unstable(Numbers):
+    """Its fingerprint is another one for each object, as with ``id()``, the time or random numbers."""
+
+    made = itertools.count()
+
+    def __init__(self, stable: bool = False) -> None:
+        self.number = 0 if stable else next(self.made)
+
+    def fingerprint(self) -> str:
+        return f"object {self.number}"
+
+
+@pytest.mark.parametrize("section", ["data", "validation"])
+def test_a_fingerprint_that_is_another_each_time_is_refused_with_local(tmp_path: Path, section: str) -> None:
+    """The control is one that stays.  On a cluster its node is refused, by the difference of the two builds."""
+
+    def job(*, stable: bool) -> Job:
+        validation = {"every": 2, "dataset": f"{HERE}:Unstable", "args": {"stable": stable or section == "data"}}
+        data = {"dataset": f"{HERE}:Unstable", "args": {"stable": stable or section == "validation"}}
+        return job_of(tmp_path / str(stable), Net, data=data, validation=validation)
+
+    with pytest.raises(JobError, match=rf"^{section}\.dataset = .*Unstable': fingerprint\(\) returned object \d.* first, and object \d"):
+        launch(job(stable=False), local=True, show=lambda line: None)
+    assert not (tmp_path / "False" / "toy" / "data.json").exists()
+    assert launch(job(stable=True), local=True, show=lambda line: None).state == "Finished"
+
+
+class Deadly(Numbers):
+    """The first read of a sample of the third step ends its process without a word, as a library that crashes does."""
+
+    sample = Cursor(48, 12, 0).microbatch_ids(3, 0, 2)[0]
+
+    def __init__(self, mark: str, how: str) -> None:
+        self.mark, self.how = Path(mark), how
+
+    def read(self, ids: tuple[int, ...]) -> Batch:
+        if self.sample in ids and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGSEGV) if self.how == "crashes" else os._exit(3)
+        return super().read(ids)
+
+
+def deadly(folder: Path, how: str, **changes: Any) -> Job:
+    return job_of(folder, Net, data={"dataset": f"{HERE}:Deadly", "args": {"mark": str(folder / "mark"), "how": how}}, **changes)
+
+
+def loss_that_exits(model: nn.Module, batch: Batch) -> Any:
+    os._exit(3)
+
+
+@pytest.mark.parametrize("how", ["crashes", "exits", "in the loss"])
+def test_samples_that_end_the_process_are_named(tmp_path: Path, how: str) -> None:
+    """The control exits in the loss."""
+    job = deadly(tmp_path, how) if how != "in the loss" else job_of(tmp_path, Net, loss=f"{HERE}:loss_that_exits", trial=False)
+    dying = "import sys; from tests.train.test_samples import *; from elastic.train.local import run_local; "
+    command = [sys.executable, "-c", f"{dying}run_local(Job.model_validate_json(sys.argv[1]), print)", job.model_dump_json()]
+    (tmp_path / "scratch").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (-signal.SIGSEGV if how == "crashes" else 3), done.stderr
+    ids = list(Cursor(48, 12, 0).microbatch_ids(3, 0, 2))
+    said = f"elastic: the process died while it read samples {ids} of data.dataset: read these alone to see why\n"
+    assert (said in done.stderr) is (how != "in the loss") and not [*(tmp_path / "scratch").iterdir()]
 
 
 class Shuffled(Net):

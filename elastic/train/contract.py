@@ -44,7 +44,7 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
     """
     compare_tokens(session, state.model)
     batch = _read(session)
-    with torch.no_grad(), _without_compiling():
+    with torch.no_grad(), without_compiling():
         state.model.eval()
         state.parameters.begin_round(0, last=True)
         state.guard.begin()
@@ -74,7 +74,7 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
         state.guard.check()
 
 
-def _without_compiling() -> AbstractContextManager[Any]:
+def without_compiling() -> AbstractContextManager[Any]:
     """Compiled code runs here as it is written, since another size would be compiled, too.
 
     Nothing is compiled while torch's compiler is not imported, which would take a second.

@@ -1,8 +1,8 @@
 """Measures the loss on samples that are held out, between two steps, and changes no bit of the training.
 
 The members share the samples, in microbatches of the size that they train with, so that compiled code fits.  The result is added in the
-order of the microbatches, so it has the same bits in every layout; the *best* checkpoint depends on it.  The last microbatch is filled with
-one sample, whose share is known from a microbatch of that sample alone, and is taken off again.
+order of the microbatches, so it has the same bits in every layout; the *best* checkpoint depends on it.  The last microbatch may have fewer
+samples, since a loss may compare those of a microbatch: then its code runs as it is written.
 
 What the state after step s has lost is part of the commit of step s + 1.  So it is told exactly once, by whoever tells of that commit: if
 the world breaks before, the next one stands at s again, and validates it again.
@@ -10,6 +10,7 @@ the world breaks before, the next one stands at s again, and validates it again.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
@@ -21,6 +22,7 @@ from elastic.errors import LossError
 from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import Validated, is_count
 from elastic.train.apply_fence import ApplyFence
+from elastic.train.contract import without_compiling
 from elastic.train.model import State
 from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
 from elastic.train.terms import wrong_count
@@ -31,38 +33,17 @@ SLOTS = LEAD + 1
 
 @dataclass(frozen=True)
 class Blocks:
-    """The microbatches of a validation: those of all samples, and perhaps one of ``filling`` alone."""
+    """The microbatches of a validation."""
 
     samples: int
     microbatch: int
 
-    @property
-    def filled(self) -> int:
-        """The number of samples that the last microbatch lacks."""
-        return -self.samples % self.microbatch
-
-    @property
-    def whole(self) -> int:
-        """The number of microbatches that hold all samples."""
-        return -(-self.samples // self.microbatch)
-
     def __len__(self) -> int:
-        return self.whole + bool(self.filled)
+        return -(-self.samples // self.microbatch)
 
     def ids(self, number: int) -> Ids:
         """Returns the samples of a microbatch."""
-        last = self.samples - 1
-        return tuple(min(number * self.microbatch + each, last) for each in range(self.microbatch))
-
-    def total(self, losses: list[float], counts: list[int]) -> Validated:
-        """Returns the sums over all samples, each counted once."""
-        loss, count = 0.0, 0
-        for part, terms in zip(losses[: self.whole], counts[: self.whole], strict=True):
-            loss, count = loss + part, count + terms
-        if self.filled:
-            loss -= losses[-1] * self.filled / self.microbatch
-            count -= counts[-1] * self.filled // self.microbatch
-        return Validated(loss, count)
+        return tuple(range(number * self.microbatch, min((number + 1) * self.microbatch, self.samples)))
 
 
 def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Validated:
@@ -84,6 +65,7 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
     for slot in range(SLOTS):
         for name, value in first.items():
             world.reserve(f"{name} held out {slot}", value)
+        world.reserve(f"{name} held out at last", value[: len(blocks.ids(len(blocks) - 1))])
     state.model.eval()
     sums = list[torch.Tensor]()
     state.parameters.begin_round(0, last=True)
@@ -96,8 +78,11 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
             session.computing = f"the validation after step {step}, samples {list(mine[number])}"
             session.faults.strike("validation", step + 1, world)
             seed_all(microbatch_seed(session.job.seed, 0, number * ranks + rank), world.device)
-            there = {name: world.to_device(f"{name} held out {number % SLOTS}", value) for name, value in batch.items()}
-            loss, count = loss_of(session, state.model, there)
+            short = len(mine[number]) < blocks.microbatch
+            place = "at last" if short else number % SLOTS
+            there = {name: world.to_device(f"{name} held out {place}", value) for name, value in batch.items()}
+            with without_compiling() if short else nullcontext():  # another size would be compiled, too
+                loss, count = loss_of(session, state.model, there)
             state.parameters.end_forward()
             sums.append(torch.stack([torch.as_tensor(each, device=world.device).double() for each in (loss.detach(), count)]))
             world.keep_up()
@@ -119,4 +104,4 @@ def validate(session: Session, state: State, fence: ApplyFence, step: int) -> Va
     if (wrong := next((number for number, count in enumerate(counts) if not is_count(count)), None)) is not None:
         where = f"the validation after step {step}, samples {list(blocks.ids(wrong))}"
         raise LossError(wrong_count(f"loss = {session.job.loss!r}", counts[wrong], where))
-    return blocks.total(losses, [*map(int, counts)])
+    return Validated(sum(losses), int(sum(counts)))

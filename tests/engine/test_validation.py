@@ -120,13 +120,25 @@ def test_l1_training_is_not_compiled_again(ranks: Ranks, tmp_path: Path) -> None
         assert first == second and traced == 0
 
 
-def test_the_last_microbatch_is_filled_and_taken_off_again() -> None:
-    blocks = Blocks(samples=7, microbatch=4)
-    assert [blocks.ids(each) for each in range(len(blocks))] == [(0, 1, 2, 3), (4, 5, 6, 6), (6, 6, 6, 6)]
-    each = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 5: 6.0, 6: 7.0}
-    losses = [sum(each[sample] for sample in blocks.ids(number)) for number in range(len(blocks))]
-    assert blocks.total(losses, [8, 8, 8]) == Validated(28.0, 14)
-    assert len(Blocks(8, 4)) == 2 and Blocks(8, 4).total([10.0, 18.0], [8, 8]) == Validated(28.0, 16)
+def pairs(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    """A loss that compares the samples of a microbatch, as contrastive ones do.  It has a term for each pair."""
+    tokens = batch["tokens"]
+    far = (tokens[:, None] - tokens).abs().double().sum()
+    return far + 0 * model(tokens[:, :-1].clamp(0)).sum(), len(tokens) ** 2
+
+
+def test_l1_a_loss_that_compares_samples_gets_those_of_the_last_microbatch_alone(ranks: Ranks, tmp_path: Path) -> None:
+    """The control: a microbatch filled up with the last sample has another loss, and other terms."""
+    jobs = [validating(tmp_path / name, loss=f"{__name__}:pairs", microbatch=4) for name in ("one", "two")]
+    told = [found(train_here(jobs[0], 3))[2], found(train_each(ranks, jobs[1:], Layout(1, 2), 3)[0])[2]]
+    dataset, blocks = Sums(**HELD_OUT["args"]), Blocks(7, 4)
+    assert [blocks.ids(each) for each in range(len(blocks))] == [(0, 1, 2, 3), (4, 5, 6)] and len(Blocks(8, 4)) == 2
+
+    def expected(*microbatches: tuple[int, ...]) -> Validated:
+        each = [pairs(lambda tokens: tokens, dataset.read(ids)) for ids in microbatches]  # type: ignore[arg-type]
+        return Validated(sum(float(loss) for loss, _ in each), sum(count for _, count in each))
+
+    assert told == [expected((0, 1, 2, 3), (4, 5, 6))] * 2 and told[0] != expected((0, 1, 2, 3), (4, 5, 6, 6))
 
 
 @pytest.mark.parametrize(

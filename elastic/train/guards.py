@@ -10,10 +10,12 @@ each world, and writes to parameters are watched in the trial of a new run (``tr
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from elastic.engine.axes.base import Parameters
 from elastic.engine.world import World
@@ -38,9 +40,9 @@ ADDED = (
     "in the constructor"
 )
 GRADIENT = (
-    "the loop of {model!r} changed gradients of its parameters, which the engine has summed already, or sums over workers: the step would "
-    "not have the change, or workers would differ.  Set optim.clip_norm in place of clip_grad_norm_, or give a parameter a hook "
-    "(register_hook)"
+    "the loop of {model!r} uses or changes gradients of its parameters (parameter.grad), by which the engine updates, over all workers: "
+    "an optimizer of the loop, clip_grad_norm_ or a change by hand would do nothing, or workers would differ.  Set optim, optim.clip_norm "
+    "and schedule in the job, give a parameter a hook (register_hook), and take the norm from the outcome of step.commit()"
 )
 HOST, NORMS = "guard", "guard's norms"
 """Keys of the host memory for comparisons."""
@@ -52,12 +54,24 @@ BUFFER = (
 )
 
 
+class Trap(Tensor):
+    """Stands for a gradient that is not there, while a loop of the user's runs: whatever computes with it raises :class:`StateChanged`."""
+
+    model: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        trap = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Trap))
+        raise StateChanged(GRADIENT.format(model=trap.model))
+
+
 class Guard:
     """Looks at the parameters and buffers of one wrapped model before and after something runs that must not change them."""
 
-    def __init__(self, model: nn.Module, parameters: Parameters, world: World, named: str) -> None:
-        """``named`` is the setting ``model`` of the job."""
-        self._parameters, self._member_of, self._named = parameters, world, named
+    def __init__(self, model: nn.Module, parameters: Parameters, world: World, named: str, *, compiles: bool = False) -> None:
+        """``named`` is the setting ``model`` of the job.  Code that ``compiles`` would look at gradients that are not there."""
+        self._parameters, self._member_of, self._named, self._compiles = parameters, world, named, compiles
         modules = [*model.named_modules()]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._zero = torch.zeros((), device=world.device)
@@ -80,6 +94,8 @@ class Guard:
         self._values: dict[str, Tensor] = {}
         self._norms: Tensor | None = None
         self._grads: list[object] | None = None
+        self._traps: dict[str, Trap] = {}
+        self._trapped: list[Tensor] = []
 
     def begin(self, *, values: bool = False, loop: bool = False) -> None:
         """Remembers how the state is now, with ``values`` of the buffers if so.  The parameters must be those of the present round.
@@ -88,7 +104,10 @@ class Guard:
         """
         self._written, self._marks = self._parameters.writes(), self._buffer_marks()
         self._values = self._buffer_values() if values else {}
+        self._let_go()
         self._norms, self._grads = (self._own_norms(), self._own_grads()) if loop else (None, None)
+        if loop and not self._compiles:
+            self._trap()
 
     def reserve(self) -> None:
         """Reserves the host memory of comparisons before anything is launched that may hang."""
@@ -100,6 +119,7 @@ class Guard:
 
         It must be called outside of a pass.  If values are compared, the host waits for the device until ``given_up()``.
         """
+        self._let_go()
         self._check_parameters()
         if self._grads is not None and self._own_grads() != self._grads:
             self._refuse(GRADIENT)
@@ -147,6 +167,23 @@ class Guard:
         values = [each._local_tensor if isinstance(each, DTensor) else each for each in there]
         with torch.no_grad():
             return torch.stack([each.detach().float().norm() if each is not None else self._zero for each in values])
+
+    def _trap(self) -> None:
+        """Puts a :class:`Trap` where a parameter has no gradient, of which a loop would not notice that it is not there."""
+        for name, module, key in self._slots:
+            each = dict.get(module._parameters, key)
+            if each is not None and each.requires_grad and each.grad is None and not isinstance(each, DTensor):
+                if name not in self._traps:
+                    self._traps[name] = Tensor._make_wrapper_subclass(Trap, each.shape, dtype=each.dtype, device=each.device)
+                    self._traps[name].model = self._named
+                each.grad = self._traps[name]
+                self._trapped.append(each)
+
+    def _let_go(self) -> None:
+        for each in self._trapped:
+            if isinstance(each.grad, Trap):
+                each.grad = None
+        self._trapped = []
 
     def _own_grads(self) -> list[object]:
         """Returns a mark of the gradient that each parameter has: mostly none, since the engine takes them."""

@@ -310,7 +310,7 @@ class State:
         self.layers = Layers.of(blueprint)
         self.arithmetic = Arithmetic(blueprint, world, job.precision)
         self.model, self.parameters, self.sync, self.statistics = parallelize(blueprint, world, job)
-        self.guard = Guard(self.model, self.parameters, world, job.model)
+        self.guard = Guard(self.model, self.parameters, world, job.model, compiles=job.compile)
         self._modules, self._put_into_training = [*self.model.modules()], False
         self.used: torch.Tensor | None = None
         """It has a 0 for each trained parameter that no microbatch of the prepared step gave a gradient; None if there is none."""

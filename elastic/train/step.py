@@ -56,7 +56,7 @@ from elastic.train.own_metrics import Metrics, checked_metrics
 from elastic.train.record import blank_record, fill_record
 from elastic.train.replicas import compare
 from elastic.train.shapes import expect_shapes
-from elastic.train.terms import CONTRACT, expect_sum, wrong_count
+from elastic.train.terms import CONTRACT, expect_no_means, expect_sum, wrong_count
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 """``loss(model, batch)`` returns a sum over the terms of the microbatch and their number, both scalars; never a mean."""
@@ -461,6 +461,7 @@ def commit(session: Session, state: State, fence: ApplyFence, shape: CommitShape
     except Unlike:  # on every member, too
         assert state.parameters.order is not None
         raise ModelError(state.parameters.order.differs()) from None
+    expect_no_means(session.job, outcome)
     if state.parameters.order is not None:
         state.parameters.order.committed()
     if share.own_rate is not None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from elastic.errors import LossError
-from elastic.protocol.commit_record import is_count
+from elastic.job import Job
+from elastic.protocol.commit_record import Outcome, is_count
 
 CONTRACT = "it must return (sum, count): two scalars, the sum over the terms of the microbatch and their number, not a mean"
 """End of the message of an error that a wrong :data:`Loss` causes."""
@@ -26,6 +27,15 @@ def wrong_count(named: str, count: float, where: str = "") -> str:
         f"{named}{where} returned the count {count:.9g}, and a count is a number of terms: a whole number, 0 or more; "
         f"of a loss with weights return the weighted sum and the number of its terms, with weights that have a mean of about 1"
     )
+
+
+def expect_no_means(job: Job, outcome: Outcome) -> None:
+    """Raises :class:`LossError` if the loop of a new run gave a mean beside the count 1 for each microbatch of its first step."""
+    if job.loop and outcome.step == 1 and job.microbatch_size > 1 and {*outcome.counts} == {1}:
+        raise LossError(
+            f"loop = {job.loop!r}: step.backward() got the count 1 for each microbatch of {job.microbatch_size} samples; {CONTRACT}.  For "
+            f"a mean over n terms, call step.backward(mean * n, n)"
+        )
 
 
 def expect_sum(named: str, returned: Any, model: str) -> tuple[torch.Tensor, torch.Tensor | float]:

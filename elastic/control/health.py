@@ -63,7 +63,8 @@ def judge(health: Health, outcome: Outcome, rule: WatchRule) -> tuple[Health, li
         samples = ", ".join(map(str, outcome.samples[0][:SHOWN]))
         sentence = (
             f"step {outcome.step} has nothing to learn from: the loss counted 0 terms in each of its {len(outcome.counts)} microbatches, "
-            f"so only weight decay changes weights; look whether all targets are masked (samples {samples})"
+            f"so nothing but weight decay and the optimizer's moments of earlier steps changes weights; look whether all targets are "
+            f"masked (samples {samples})"
         )
         health, more = judge(replace(health, said=(*health.said, EMPTY)), outcome, rule)
         return health, [sentence, *more]

@@ -139,7 +139,8 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     if layout is None or not run.cluster.keepers:
         return None
     kept = copy_inventory.listed(run)
-    members = _passed_on(run, _seated(run, there, layout, kept))
+    layout, seated = _without_loss(run, there, layout, kept)
+    members = _passed_on(run, seated)
     source = newest_source(run, members, kept)
     store = _store_node(run, members)
     nodes = tuple(run.workers[member].node for member in members)
@@ -201,6 +202,22 @@ def _seated(run: RunState, there: tuple[WorkerId, ...], layout: Layout, kept: Se
     if (found.version, found.tier) == (best.version, best.tier):
         return members
     return seat(_choose_members(run, there, layout.world, kept), nodes, layout, best.holders)
+
+
+def _without_loss(
+    run: RunState, there: tuple[WorkerId, ...], layout: Layout, kept: Sequence[Holding]
+) -> tuple[Layout, tuple[WorkerId, ...]]:
+    """Returns ``layout`` and its members; or the larger one of the world before, if only that has seats for all that steps would be lost
+    without: a smaller one may be better now that a member with little room is gone, but a spare gives nobody what it holds.
+    """
+    members, before = _seated(run, there, layout, kept), run.plan.layout if run.plan is not None else layout
+    newest = newest_source(run, there, kept).version
+    if newest_source(run, members, kept).version == newest or not layout.world < before.world <= len(there):
+        return layout, members
+    stay = _seated(run, there, before, kept)
+    nodes = Counter(run.workers[worker].node for worker in there)
+    has_room = before.dp_shard >= max(least_shard(run.members, there), _least_copied(run.members, there, nodes))
+    return (before, stay) if has_room and newest_source(run, stay, kept).version == newest else (layout, members)
 
 
 def _passed_on(run: RunState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:

@@ -245,3 +245,26 @@ def test_no_layout_has_fewer_shards_than_a_device_needs(run: RunState, limits: R
     found = layout_of(needed, there, limits)
     assert found is None or found.dp_shard >= least
     assert found == layout_of(run, there, replace(limits, layout=limits.layout.at_least(least)))
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["", "control"])
+def test_a_smaller_layout_that_would_lose_steps_is_not_chosen(stays: bool) -> None:
+    """Three shards are needed only for w4, a spare, which is lost; then a world of two that leaves out the third would lose five steps.  In
+    the control the third is lost, too, and so are the steps."""
+    play = Play(rules(min_workers=2, max_workers=4, layout=LayoutRule(None, None, 2, "fit")))
+    play.tell(ev.Capacity(4))
+    for number, states in enumerate((9.0, 9.0, 9.0, 0.4), 1):
+        play.tell(ev.KeeperUp(NodeId(f"n{number}")))
+        play.tell(ev.Joined(WorkerId(f"w{number}"), NodeId(f"n{number}"), "cpu", CLASSES, states=states))
+    members = reformed(play).plan.members
+    assert str(play.plan.layout) == "1×3" and "w4" not in members
+    play.steps(1, 5)
+    play.lose("w4")
+    if stays:
+        play.broken(members[0], "job", "ValueError: flaky", "ValueError at user.py:7")
+    else:
+        play.lose(members[0])
+    for member in members if stays else members[1:]:
+        play.answer(member, Version(5, 1))
+    found = (str(play.plan.layout), play.plan.version, play.plan.tier)
+    assert found == (("1×3", Version(5, 1), "live") if stays else ("1×2", Version(0, 0), "init"))

@@ -445,7 +445,7 @@ def check_room(workers: Workers) -> None:
 
 
 def check_gpus(workers: Workers) -> None:
-    """Raises :class:`PlatformGaveUp` if a cluster that starts on this machine would have too few GPUs for the smallest permitted world."""
+    """Raises :class:`Refused` if a cluster that starts on this machine would have too few GPUs for the smallest permitted world."""
     try:
         from ray._private.accelerators import get_accelerator_manager_for_resource
     except ImportError:  # a private call; without it the cluster says so once it has started
@@ -456,7 +456,7 @@ def check_gpus(workers: Workers) -> None:
     if there < workers.min * workers.gpus:
         need = f"workers.min = {workers.min} with workers.gpus = {workers.gpus}" if there else f"workers.gpus = {workers.gpus}"
         fewer = f"lower workers.min to {there // workers.gpus}, or set" if there >= workers.gpus else "or set"
-        raise PlatformGaveUp(
+        raise Refused(
             f"{need}, but Ray sees {there or 'no'} GPU{'s' * (there > 1)} on this machine: train on a cluster (--address), {fewer} "
             f"{WITHOUT_GPUS}"
         )

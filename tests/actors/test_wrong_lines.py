@@ -146,7 +146,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_this_machine_lacks_is_told_before_ray_starts(job: str, capsys: Shown, starts: list[str], tmp_path: Path) -> None:
     """The GPUs and the interfaces of the workers, if they will be here; neither is asked for a run on another cluster."""
     line = ["train", job, "--address", "local", "--model", "elastic.models.llama:build"]
-    assert main([*line, "--workers.gpus", "1"]) == 2
+    assert main([*line, "--workers.gpus", "1"]) == 1
     assert "workers.gpus = 1, but Ray sees no GPU on this machine: train on a cluster (--address), or set workers.gpus = 0" in said(capsys)
     assert main([*line, "--network.interface", "eth77"]) == 1
     assert "network.interface = 'eth77' does not exist on this node" in said(capsys)

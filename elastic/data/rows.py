@@ -43,7 +43,9 @@ class Rows:
         return len(self.rows)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["rows"], name)
+        if name == "rows":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.rows, name)
 
     def read(self, ids: Ids) -> Batch:
         """Returns the collated rows.  A batch that is a tuple, a list or one tensor gets the names "0", "1", …."""

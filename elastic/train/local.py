@@ -293,8 +293,8 @@ class _Local:
         return self.found[1]
 
     def _ends(self) -> bool:
-        """Returns whether the run has no patience left at the step that is done, which is saved then."""
-        return 0 < self.step == enough(self.measured, self.session.job.validation.patience)
+        """Returns whether the run has no patience left at the step that is done: that of the last validation, or one that it resumed from."""
+        return 0 < enough(self.measured, self.session.job.validation.patience) <= self.step
 
     def _is_known(self) -> bool:
         """Returns whether the state with which this process began was validated before, on the same samples."""

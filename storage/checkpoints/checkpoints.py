@@ -226,6 +226,7 @@ class Checkpoints:
         for key in self.store.list(folder):
             if found := re.fullmatch(r"(\d+)/g(\d+)/(.+)", key.removeprefix(folder)):
                 there.setdefault(Version(int(found[1]), int(found[2])), set()).update({found[3]} & {MANIFEST, DAMAGED, DELETED})
+        self._made.difference_update(version for version, names in there.items() if MANIFEST in names)  # they are listed now
         for gone in known.keys() - there.keys():
             del known[gone]
         new = [version for version, names in there.items() if version not in known or known[version][0] != names]

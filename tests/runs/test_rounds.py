@@ -39,7 +39,9 @@ def requests_of_rounds(checkpoints: int, **keep: object) -> list[int]:
         validation={"every": 1 if "keep_best" in keep else 0},
     )
     store, found = Counted(saved.run.store), list[int]()
-    rounds = Retention(Run(saved.run.job, store), saved.claim, pytest.fail)
+    saved.run = Run(saved.run.job, store)  # which knows what it has committed, as that of a coordinator does
+    saved.run.checkpoints.expect(Version(step, 1) for step in range(1, checkpoints + 1))
+    rounds = Retention(saved.run, saved.claim, pytest.fail)
     for step in range(checkpoints + 1, checkpoints + 4):
         store.requests = 0
         rounds.round(saved.asked())

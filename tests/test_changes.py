@@ -61,6 +61,7 @@ OTHER: dict[str, Any] = {
     "data.prefetch": 7,
     "data.group_by_length": True,
     "data.weights": (1.0, 3.0),
+    "validation.patience": 3,
     "validation.dataset": "a.b:V",
     "validation.args": {"path": "/moved"},
     "validation.every": 6,
@@ -171,6 +172,7 @@ WITH: dict[str, dict[str, Any]] = {
     "checkpoint.keep_every": {"checkpoint.keep_last": 3},
     "checkpoint.keep_younger": {"checkpoint.keep_last": 3},
     "validation.by": {"workers.spares": 1, "validation.every": 50},
+    "validation.patience": {"validation.every": 50, "checkpoint.save_every": 50},
     "checkpoint.keep_best": {"checkpoint.keep_last": 3, "validation.every": 50},
     **{f"batch_ramp.{name}": {"batch_ramp": {"start": 16, "increment": 16, "samples": 100}} for name in ("start", "increment", "samples")},
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic import errors
-from elastic.errors import ElasticError, FencedOff, JobError, NoProgress
+from elastic.errors import ElasticError, FencedOff, JobError, NoProgress, Refused
 
 pytestmark = pytest.mark.fast
 
@@ -44,6 +44,6 @@ def test_the_tree_is_drawn_in_the_docstring() -> None:
 
 def test_exit_codes() -> None:
     assert {kind.exit_code for kind in tree(JobError)} == {1}
-    assert {kind.exit_code for kind in OURS if not issubclass(kind, JobError | NoProgress)} == {2}
-    assert NoProgress.exit_code == 4
+    assert {kind.exit_code for kind in OURS if not issubclass(kind, JobError | NoProgress | Refused)} == {2}
+    assert (Refused.exit_code, NoProgress.exit_code) == (1, 4)
     assert (errors.FINISHED, errors.STOPPED) == (0, 3)

@@ -411,9 +411,9 @@ class Before:
     def __init__(self, store: ObjectStore, looks: int) -> None:
         self.store, self.looks = store, looks
 
-    def list(self, prefix: str) -> Any:
+    def matching(self, folder: str, pattern: str) -> Any:
         self.looks -= 1
-        return [] if self.looks >= 0 else self.store.list(prefix)
+        return [] if self.looks >= 0 else self.store.matching(folder, pattern)
 
     def size(self, key: str) -> int:
         if self.looks >= 0:

@@ -293,7 +293,7 @@ class _Local:
         return self.found[1]
 
     def _ends(self) -> bool:
-        """Returns whether the run has no patience left at the step that is done: that of the last validation, or one that it resumed from."""
+        """Returns whether the run has no patience left at the step that is done, or from which it resumed."""
         return 0 < enough(self.measured, self.session.job.validation.patience) <= self.step
 
     def _is_known(self) -> bool:

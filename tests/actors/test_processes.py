@@ -88,7 +88,7 @@ def until_dying(process: Process) -> None:
 
 
 def test_a_process_is_seen_to_die_before_the_kernel_has_let_go_of_it() -> None:
-    """Giving back a gigabyte takes the kernel many milliseconds.  The control: until it is killed, nothing says that it dies."""
+    """R1: giving back a gigabyte takes the kernel many milliseconds.  The control: until it is killed, nothing says that it dies."""
     with threads(memory=2**30) as process:
         assert not process.dying() and not process.ended()
         process.kill()

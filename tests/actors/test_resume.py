@@ -12,7 +12,7 @@ import pytest
 
 from actors.cli import main
 from actors.launch import Result
-from actors.terminal import show_result
+from actors.screen import show_result
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job

@@ -85,9 +85,11 @@ def test_a_closed_terminal_and_slurm_ask_for_a_save(tmp_path: Path, number: sign
 def test_the_processes_of_a_cluster_that_starts_here_outlive_the_terminal() -> None:
     """R21: a terminal that closes signals all that it has begun.  The control: a process that starts otherwise ends."""
     reads = [sys.executable, "-c", "input()"]
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever has started the tests may ignore it
     with kept_from_children():
         kept = subprocess.Popen(reads, stdin=subprocess.PIPE)
     ends = subprocess.Popen(reads, stdin=subprocess.PIPE)
+    signal.signal(signal.SIGHUP, before)
     with kept, ends:
         for process in (kept, ends):
             process.send_signal(signal.SIGHUP)

@@ -156,9 +156,9 @@ def test_a_step_asks_little_more_of_the_host_than_a_plain_loop(tmp_path: Path, r
     few, more = (extra(tmp_path / f"{many}", layers, many, reproducible=reproducible) for many in (2, 4))
     each = of_a_microbatch(few, more)
     assert each.operators == parameters + 2 * units + 3
-    assert each.calls <= 103
+    assert each.calls <= 107  # of which four note what is read, for the case that the process dies of it
     assert few.operators - 2 * each.operators <= parameters + 180
-    assert few.calls - 2 * each.calls <= -40  # torch's optimizer makes more calls for each parameter than all of ours
+    assert few.calls - 2 * each.calls <= -32  # torch's optimizer makes more calls for each parameter than all of ours
 
     if layers > 1:
         return

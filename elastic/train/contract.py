@@ -71,7 +71,26 @@ def check_loss(session: Session, state: State, *, initialised: bool = False) -> 
             raise
         except Exception:  # a boundary: the user's code need not know other sizes than that of a microbatch
             print(f"the loss was not tried on halves of a microbatch:\n{traceback.format_exc()}", flush=True)
+        _check_end_of_validation(session, state)
         state.guard.check()
+
+
+def _check_end_of_validation(session: Session, state: State) -> None:
+    """Raises :class:`ModelError` if the model or the loss fails with the fewer samples that end a validation, perhaps hours from now."""
+    if session.held_out is None:
+        return
+    usual, samples = session.job.microbatch_size, session.job.validation.samples or len(session.held_out.dataset)
+    if not (few := samples % usual):
+        return
+    try:
+        _tried(session, state, session.held_out.read(tuple(range(samples - few, samples))))
+    except (ElasticError, OutOfMemory):
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ModelError(
+            f"validation.samples = {samples}: its last microbatch has {few} of {usual} samples, with which model {session.job.model!r} or "
+            f"loss = {session.job.loss!r} failed with {failure(error)}; take a multiple of {usual}"
+        ) from error
 
 
 def without_compiling() -> AbstractContextManager[Any]:

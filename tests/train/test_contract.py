@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from elastic.engine.loss import next_token
 from elastic.engine.world import World
-from elastic.errors import LossError
+from elastic.errors import LossError, ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
@@ -160,6 +160,24 @@ def test_l9_a_mean_is_refused_before_the_first_step(tmp_path: Path, loss: str, c
 def test_l9_what_may_be_right_is_not_refused(tmp_path: Path, loss: str) -> None:
     """L9, the controls: a sum, losses that compare samples or draw random numbers, and a model that knows one size only."""
     assert [line.step for line in lines(job_of(tmp_path, loss))] == [1]
+
+
+def of_four(model: nn.Module, batch: Batch) -> Any:
+    """A loss that works with microbatches of four samples alone."""
+    assert len(batch["tokens"]) == 4, "not four samples"
+    return next_token(model, batch)
+
+
+@pytest.mark.parametrize("samples", [10, 8])
+def test_a_loss_that_cannot_end_a_validation_is_refused_before_the_first_step(tmp_path: Path, samples: int) -> None:
+    """The last microbatch of ten samples has two.  The control: of eight it has four, and the run trains."""
+    held_out = {"dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}, "every": 2, "samples": samples}
+    job = toy_job(tmp_path, **SMALL | {"steps": 2, "microbatch": 4}, loss=f"{HERE}:of_four", validation=held_out)
+    if samples == 8:
+        assert run_local(job, lambda line: None)[0] == "Finished"
+        return
+    with pytest.raises(ModelError, match=r"validation.samples = 10: its last microbatch has 2 of 4 samples, .* take a multiple of 4"):
+        run_local(job, lambda line: None)
 
 
 def test_a_model_with_statistics_of_microbatches_is_not_refused(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/test_threads.py": Budget(processes=2, why="threads of a process that has started none"),
     "tests/train": Budget(
         worlds=145,
-        processes=12,
+        processes=16,
         why="what is foreseen of memory, steps of worlds, and what a module may do in each layout, against real ones",
     ),
 }

@@ -75,7 +75,7 @@ def connect(
     more ``workers`` than this machine has cores; "" otherwise.
 
     The environment variables must be set before Ray starts: no process asks CUDA's driver by an import; no usage reports; for a local
-    cluster also no token, since only this machine can reach it, no wait for a drain at its end, no monitor that kills to free memory.
+    cluster also no token (so a firewall must keep others out), no wait for a drain at its end, no monitor that kills to free memory.
 
     Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer; and as :func:`heads.answers`.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from errno import EACCES, EINVAL, EMLINK, ENOENT, ENOSYS, ENOTDIR, EOPNOTSUPP, EPERM, EROFS
+from errno import EACCES, ENOENT, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,12 +11,12 @@ from elastic.errors import JobError
 from elastic.job import Job
 from storage.errors import Unavailable
 from storage.objects import PARTIAL, ObjectStore
-from storage.objects.folder import Folder, sync_folder
+from storage.objects.folder import NO_LINKS, NO_SYNC, Folder, sync_folder
 from storage.objects.selftest import check
 
 WRONG_FOLDER = (EACCES, ENOENT, ENOTDIR, EPERM, EROFS)
 """Errors of a new file that say that the folder is the wrong one.  Of others, such as a full disk, the job knows nothing."""
-UNABLE = (EINVAL, EMLINK, ENOSYS, EOPNOTSUPP, EPERM)
+UNABLE = {*NO_LINKS, *NO_SYNC}
 """Errors of a file system that lacks what a store of objects needs."""
 
 

@@ -1,12 +1,12 @@
 """Ray's view of the machines: the connection, free room, and nodes that come and go.
 
-All private Ray calls but those of :mod:`actors.heads`, and all settings by environment variables, are in this file.
+All private Ray calls but those of :mod:`actors.heads`, and all settings by environment variables, are in this file and
+:mod:`actors.own_cluster`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import socket
@@ -18,39 +18,20 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors import heads
-from actors.cores import usable_cores
-from actors.signals import kept_from_children
+from actors import heads, own_cluster
 from elastic.config.sections import Workers
 from elastic.errors import PlatformGaveUp, Refused
 from elastic.ids import NodeId, WorkerId
 from elastic.train.machine.gpus import NVML
 
-NAMESPACE = "elastic"
+NAMESPACE = own_cluster.NAMESPACE
 MARKET = "ray.io/market-type"
 ZONE = "ray.io/availability-zone"
-PRELOADED = ",".join(
-    (
-        *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._inductor.config", "torch._dynamo"),
-        *("numpy", "pyarrow.parquet", "pydantic.main", "blake3"),
-    )
-)
-"""The modules that take long to import in a worker, nine tenths of what it computes before it joins.  None of them is ours or the user's:
-a process that waits does not know yet which code the run has.
-"""
-COMPILER = "torch._inductor.compile_fx"
-"""The module to add if the job compiles: of what is imported while the first block is compiled, it brings four fifths, in 45 MiB."""
-OTHERS = 3
-"""Processes beside the workers: the coordinator, a keeper, and one that takes a dead one's place."""
-SMALL = 8
-"""Number of CPUs of a cluster that starts on a small machine for no job in particular: it has room for a few small runs."""
 NODES_SHOWN = 8
 GPU_S = 60.0
 """Seconds in which a node must say what memory its GPUs have; a process imports torch for it."""
 ROOM_S, ROOM_POLL_S = 5.0, 0.1
 """The time in seconds for which a run waits for room before it is refused, and the time between two looks."""
-STARTS_S = "5 to 20 s"
-"""The time that Ray's own processes take to start, by the speed of the machine."""
 WITHOUT_GPUS = "workers.gpus = 0 (and precision = 'fp32', compile = false and a small model, since that is slow)"
 HEAD_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112 # Ray's name
 """Seconds for which the cluster's head may be out of reach: then Ray ends this process, without a word that helps."""
@@ -63,57 +44,44 @@ def connect(
     answered: bool = False,
     compiles: bool = False,
     tell: Callable[[str], None] = lambda sentence: None,
-) -> str:
+) -> None:
     """Joins the cluster at ``address``, whose head may have ``answered`` just now, or the one that this process was submitted to, or
-    starts one here ("local").
+    starts one here ("local"), unless :func:`begin_here` has.
 
-    A cluster that starts here for ``workers`` has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so: a worker
-    then joins in a fraction of the time.  If the job ``compiles``, they have imported the compiler, too.  Ray starts a process
-    for each CPU that it is told of, so it is told of no more than these.
-
-    ``tell`` gets a sentence before a cluster starts here, since that takes a while.  Returns a sentence for the user if such a cluster has
-    more ``workers`` than this machine has cores; "" otherwise.
-
-    The environment variables must be set before Ray starts: no process asks CUDA's driver by an import; no usage reports; for a local
-    cluster also no token (so a firewall must keep others out), no wait for a drain at its end, no monitor that kills to free memory.
-
-    Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer; and as :func:`heads.answers`.
+    No process asks CUDA's driver by an import.  Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer; and as
+    :func:`heads.answers`.
     """
-    for variable, value in NVML.items():
-        os.environ.setdefault(variable, value)
+    begin_here(address, workers, compiles=compiles, tell=tell)
+    if own_cluster.pending():
+        return own_cluster.wait()
     if ray.is_initialized():
-        return ""
-    local = starts_here(address)
+        return None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if local:
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     submitted = os.environ.get("RAY_ADDRESS", "") if address in (None, "", "auto") else ""  # Ray prefers it to "auto"
     named = "the environment variable RAY_ADDRESS" if submitted else "--address"
     if answered:
         check_here(str(address))
-    elif not local:
+    else:
         _check_head(submitted or address or "auto", named)
-    options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address or "auto"}
-    if local:
-        cores = usable_cores()
-        if workers is not None and prepared(workers, cores):
-            parts = "MIG" in os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU: torch asks the driver for them, not NVML
-            os.environ.setdefault("RAY_preload_python_modules", f"{PRELOADED},{COMPILER}" if compiles and not parts else PRELOADED)
-        lasting = f"; --address auto trains on the one at {there}, of which it is a node" if (there := _lasting()) else ""
-        tell(f"a Ray cluster starts on this machine, in {STARTS_S}{lasting}")
-        options |= {"object_store_memory": 80 * 2**20, "num_cpus": max(SMALL, cores) if workers is None else wanted(workers)}
+    there = address or "auto"
     try:
-        with kept_from_children():
-            ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
-    except Exception as error:  # Ray raises plain ones if its processes do not come up
-        what = "a local Ray cluster did not start" if local else f"the Ray cluster at {options['address']} cannot be joined"
-        advice = "; is this machine overloaded, or its temporary folder full or read-only?" if local else f"; see {named}"
+        own_cluster.init(address=there)
+    except Exception as error:  # Ray raises plain ones if it cannot join
         why = error.__cause__ or error  # of a cluster that cannot be joined, Ray says only below why not
-        raise PlatformGaveUp(f"{what} ({type(why).__name__}: {str(why).strip()}){advice}") from error
-    _leave_deaths_to_the_story()
-    return crowded(workers, cores) if local and workers is not None else ""
+        raise PlatformGaveUp(
+            f"the Ray cluster at {there} cannot be joined ({type(why).__name__}: {str(why).strip()}); see {named}"
+        ) from error
+
+
+def begin_here(
+    address: str | None, workers: Workers | None, *, compiles: bool, tell: Callable[[str], None] = lambda sentence: None
+) -> bool:
+    """Begins to start a cluster on this machine, as :func:`own_cluster.begin` does, if a run at ``address`` has one; says whether."""
+    for variable, value in NVML.items():
+        os.environ.setdefault(variable, value)
+    if here := starts_here(address):
+        own_cluster.begin(workers, _gpus(), compiles=compiles, tell=tell)
+    return here
 
 
 def _check_head(address: str, named: str) -> None:
@@ -148,52 +116,14 @@ def _resolved(address: str) -> str:
         return ""
 
 
-def _lasting() -> str:
-    """Returns the address of the cluster of which ``ray start`` has made this machine a node, or "" if there is none."""
-    try:
-        from ray._private.services import find_bootstrap_address, find_gcs_addresses
-    except ImportError:  # private calls
-        return ""
-    address = find_bootstrap_address(None) or ""
-    return address if address in find_gcs_addresses() else ""
-
-
-def wanted(workers: Workers) -> int:
-    """Returns the CPUs of which Ray is told in a cluster that starts on this machine for ``workers``: one for each process of the run.
-
-    They need not be cores.  Of a machine with fewer cores the user is told by :func:`crowded`.
-    """
-    return math.ceil((workers.max + workers.spares) * max(workers.cpus, 1)) + OTHERS
-
-
-def crowded(workers: Workers, cores: int) -> str:
-    """Returns the sentence that the workers of a run share so many cores, if they want more; "" otherwise."""
-    most = workers.max + workers.spares
-    if most * workers.cpus <= cores:
-        return ""
-    return (
-        f"this machine has {cores} {'core' if cores == 1 else 'cores'}, and {most} workers with workers.cpus = {workers.cpus:g} share "
-        f"them: more workers are not faster here; lower workers.max, or train on a cluster of several machines (--address)"
-    )
-
-
-def prepared(workers: Workers, cores: int) -> int:
-    """Returns how many processes wait, with their imports done, in a cluster that starts on a machine of so many cores; 0: none do.
-
-    There is one for each worker and spare, and ``OTHERS``.  All of them import at once, while the run begins: without a core for each,
-    the first worker would come later than it does without them.
-    """
-    return wanted(workers) if wanted(workers) <= cores else 0
-
-
 def starts_here(address: str | None) -> bool:
     """Returns whether a cluster starts on this machine for a run at ``address``."""
-    return address == "local" or (address is None and begins_here())
+    return not ray.is_initialized() and (address == "local" or (address is None and begins_here()))
 
 
 def begins_here() -> bool:
     """Returns whether this process would start a cluster of its own, because it is part of none and was not submitted to one."""
-    return not ray.is_initialized() and os.environ.get("RAY_ADDRESS", "") in ("", "local")
+    return not ray.is_initialized() and not own_cluster.pending() and os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 def joined(address: str) -> bool:
@@ -235,20 +165,6 @@ def own() -> bool:
 
     node = getattr(worker, "_global_node", None)  # a private name; without it every cluster is treated as one that outlives this process
     return bool(node is not None and node.is_head())
-
-
-def _leave_deaths_to_the_story() -> None:
-    """Silences the paragraph that Ray prints for every process that ends.  The story of the run says the same in one sentence."""
-    from ray._private import worker
-
-    if (printed := getattr(worker, "print_to_stdstream", None)) is None:  # a private name; without it there is only more output
-        return
-
-    def print_others(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
-        if not any(line.startswith(("A worker died or was killed", "Task Coordinator")) for line in data.get("lines", ())):
-            printed(data, *arguments, **options)
-
-    worker.print_to_stdstream = print_others
 
 
 def search_path() -> list[str]:
@@ -446,13 +362,8 @@ def check_room(workers: Workers) -> None:
 
 def check_gpus(workers: Workers) -> None:
     """Raises :class:`Refused` if a cluster that starts on this machine would have too few GPUs for the smallest permitted world."""
-    try:
-        from ray._private.accelerators import get_accelerator_manager_for_resource
-    except ImportError:  # a private call; without it the cluster says so once it has started
-        return
-    sees = get_accelerator_manager_for_resource("GPU")
-    visible, there = sees.get_current_process_visible_accelerator_ids(), sees.get_current_node_num_accelerators()
-    there = there if visible is None else min(there, len(visible))
+    if (there := _gpus()) is None:
+        return  # the cluster says so once it has started
     if there < workers.min * workers.gpus:
         need = f"workers.min = {workers.min} with workers.gpus = {workers.gpus}" if there else f"workers.gpus = {workers.gpus}"
         fewer = f"lower workers.min to {there // workers.gpus}, or set" if there >= workers.gpus else "or set"
@@ -460,6 +371,17 @@ def check_gpus(workers: Workers) -> None:
             f"{need}, but Ray sees {there or 'no'} GPU{'s' * (there > 1)} on this machine: train on a cluster (--address), {fewer} "
             f"{WITHOUT_GPUS}"
         )
+
+
+def _gpus() -> int | None:
+    """Returns the number of GPUs of this machine that Ray would see; None if it does not say."""
+    try:
+        from ray._private.accelerators import get_accelerator_manager_for_resource
+    except ImportError:  # a private call
+        return None
+    sees = get_accelerator_manager_for_resource("GPU")
+    visible, there = sees.get_current_process_visible_accelerator_ids(), int(sees.get_current_node_num_accelerators())
+    return there if visible is None else min(there, len(visible))
 
 
 def _no_room(workers: Workers, room: int, free_by_node: Mapping[str, Mapping[str, float]]) -> str:

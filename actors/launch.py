@@ -156,7 +156,7 @@ def launch(
         if not local and not asked and (said := finished(job)):
             return _result(job, "Finished", said, job.steps)
         objects = [] if local else pack(job)
-        checked = _checked(job, address, local=local, branch=asked, accept_code=accept_code, start=start)
+        checked = _checked(job, address, show, local=local, branch=asked, accept_code=accept_code, start=start)
         branch = asked or Run.has_saved_nothing(job)
         _tell(show, *checked.notes)
         if local:
@@ -174,16 +174,19 @@ def launch(
         return _follow(start, checked, objects, requests, show, look, seen, again, branch)
 
 
-def _checked(job: Job, address: str | None, *, local: bool, **how: Any) -> Checked:
+def _checked(job: Job, address: str | None, show: Show, *, local: bool, **how: Any) -> Checked:
     """Checks the job as :func:`~elastic.train.preflight.preflight` does, whose import of torch takes seconds.
 
-    What needs no torch is checked before: this machine, if the workers will be here, the names of the job, and its bucket.
+    What needs no torch is checked before: this machine, if the workers will be here, the names of the job, and its bucket.  Then the
+    cluster of this machine begins to start, if the run is to have one.
     """
     here = not local and cluster.starts_here(address)
     if here:
         cluster.check_gpus(job.workers)
     check_early(job, here=local or here)
     said = check_bucket(job)
+    if not local:
+        cluster.begin_here(address, job.workers, compiles=job.compile, tell=partial(_tell, show))
     from elastic.train.preflight import preflight
 
     checked = preflight(job, local=local, **how)
@@ -203,8 +206,7 @@ def _connect(job: Job, address: str | None, requests: Requests, show: Show) -> N
     """Joins the cluster at ``address``, or starts one.  From then on ``requests`` notes the first signal."""
     tell = partial(_tell, show)
     with requests.finishing(partial(tell, "interrupted; Ray is ended as soon as it has started, in up to 30 s")):
-        crowd = cluster.connect(address, job.workers, compiles=job.compile, tell=tell)
-    tell(crowd)
+        cluster.connect(address, job.workers, compiles=job.compile, tell=tell)
     requests.note()
 
 

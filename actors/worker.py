@@ -87,7 +87,9 @@ class Worker:
         self.apply_fence = ApplyFence(Member(worker, job.deadlines.lease_s))
         self.trainer: Trainer | None = None
         self._joined: Joined | None = None
-        self._begins, self._begun, self._doing = begins, False, "imports its libraries"
+        self._begins, self._begun = begins, False
+        self._does = [(self._made_at, "imports its libraries")]
+        """Its work until it joins: the times at which each part began."""
         unused = threading.Timer(2 * job.deadlines.lease_s, self._leave_unused)
         unused.daemon = True
         unused.start()
@@ -110,19 +112,20 @@ class Worker:
 
         try:
             self.job = self.code.restore(self.job)
-            self._doing = "asks for its GPU" if self.job.workers.gpus else self._doing
+            if self.job.workers.gpus:
+                self._enter("asks for its GPU")
             uuid = gpus.checked_uuid() if self.job.workers.gpus else ""
             device = prepare_process(self.job, ray.util.get_node_ip_address())
-            self._doing = "imports the job's code and opens its data"
+            self._enter("imports the job's code and opens its data")
             session = make_session(self.job, self.counters)
-            self._doing = "builds the model"
+            self._enter("builds the model")
             model = build_model(self.job, session.builder)
             session.job, tensors = in_its_stage(self.job, model), tensors_of(model, session.rule)
             classes = classes_of(tensors)
             session.secret = self.secret
             least, states = fitting_shard(session.job, tensors, device), states_fitting(self.job, tensors)
             shared = ceil(cluster.workers_here(self.job.workers) / states)
-            self._doing = "takes memory for copies and saves"
+            self._enter("takes memory for copies and saves")
             session.snapshots = make_snapshots(self.job, tensors, device, self.counters, session.faults, least, shared)
             build = replace(build_of(session, model), host=cluster.host())
         except gpus.WrongDevice as error:
@@ -141,7 +144,7 @@ class Worker:
             self._compare(session, device)
             with compiled.kept(self.peers, self.secret) if compiled else contextlib.nullcontext():
                 took = choose_recompute(session, tensors, device)
-            self._doing = "waits for its memory for copies and saves"
+            self._enter("waits for its memory for copies and saves")
             session.snapshots.ready()
             go_or_end(self._keep_lease, "lease")
             least = fitting_shard(session.job, tensors, device, took)
@@ -150,8 +153,7 @@ class Worker:
         whole = fitting_whole(session.job, tensors, device, took)
         self._joined = Joined(self.worker, cluster.here(), kind, classes, build, bytes_by_class(tensors), least, states, whole, uuid)
         self.report(self._joined)
-        took_s, computed_s = time.monotonic() - self._made_at, time.process_time() - self._made_with_s
-        print(f"{self.worker}: joined {took_s:.3f} s after it was made, of which it computed {computed_s:.3f} s", flush=True)
+        print(f"{self.worker}: joined {self._took()}", flush=True)
         self._end(self.trainer)
 
     def _compare(self, session: Session, device: Any) -> None:
@@ -159,12 +161,18 @@ class Worker:
         from elastic.train.trial import compare_with_torch
 
         if self._begins:
-            self._doing = "compares with plain torch"
-            print(compare_with_torch(session, device, self._tell_doing), flush=True)
-        self._doing = "warms up"
+            self._enter("compares with plain torch")
+            print(compare_with_torch(session, device, self._enter), flush=True)
+        self._enter("warms up")
 
-    def _tell_doing(self, doing: str) -> None:
-        self._doing = doing
+    def _enter(self, doing: str) -> None:
+        self._does.append((time.monotonic(), doing))
+
+    def _took(self) -> str:
+        """Returns the part of a sentence with the seconds that this worker has taken until now, and each part of what it has done."""
+        ends, computed_s = [at for at, _ in self._does[1:]] + [time.monotonic()], time.process_time() - self._made_with_s
+        did = ", ".join(f"{doing} {end - at:.1f}" for (at, doing), end in zip(self._does, ends, strict=True))
+        return f"{ends[-1] - self._made_at:.3f} s after it was made, of which it computed {computed_s:.3f} s: {did}"
 
     def _tell_how_far(self) -> None:
         """Tells the coordinator, four times in ``form_s``, that this worker gets further, until it joins or stands still.
@@ -176,7 +184,7 @@ class Worker:
             time.sleep(self.job.deadlines.form_s / 4)
             copies, compiler = self.counters["copies"], sys.modules.get("torch._dynamo.utils")
             graphs = sum(compiler.counters["inductor"].values()) if compiler is not None else 0
-            seen = self._doing, os.fstat(copies).st_blocks if copies else 0, graphs
+            seen = self._does[-1][1], os.fstat(copies).st_blocks if copies else 0, graphs
             if seen != told and self._joined is None:
                 self.report(Starting(self.worker, f"{seen[0]}, {amount(seen[1] * BLOCK)} so far" if seen[1] else seen[0]))
             told = seen

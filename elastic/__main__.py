@@ -25,6 +25,8 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("elastic: interrupted; the same command goes on", file=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's end takes a while, and would print where a further Ctrl-C finds it
+    if starting := sys.modules.get("actors.own_cluster"):
+        starting.leave(code)
     return code
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.cluster import COMPILER, PRELOADED, crowded, prepared, wanted
 from actors.cores import usable_cores
+from actors.own_cluster import COMPILER, PRELOADED, crowded, prepared, wanted
 from elastic.config.sections import Workers
 from tests.support.commands import ROOT, Command
 from tests.support.job_file import to_toml
@@ -45,17 +45,20 @@ print(json.dumps(sorted(name for name in set(sys.modules) - before if name.start
 
 
 @pytest.mark.parametrize(
-    ("workers", "cores", "processes"),
+    ("workers", "cores", "gpus", "processes"),
     [
-        ({"max": 2}, 8, 5),  # two workers, coordinator, keeper, and one that takes a dead one's place
-        ({"max": 2}, 64, 5),  # Ray alone would start 64
-        ({"max": 2}, 2, 0),  # five would import on two cores, while the first worker waits
-        ({"max": 8, "spares": 1, "gpus": 1, "cpus": 0}, 32, 12),
-        ({"max": 4, "cpus": 2}, 16, 11),  # a CPU for Ray is a process
+        ({"max": 2}, 8, 0, 5),  # two workers, coordinator, keeper, and one that takes a dead one's place
+        ({"max": 2}, 64, 0, 5),  # Ray alone would start 64
+        ({"max": 2}, 2, 0, 0),  # five would import on two cores, while the first worker waits
+        ({"max": 8, "spares": 1, "gpus": 1, "cpus": 0}, 32, 16, 12),
+        ({"max": 8, "gpus": 1}, 32, 2, 5),  # no more workers than GPUs can run: eleven imports at once take twice as long as five
+        ({"max": 8, "gpus": 2}, 32, 8, 7),
+        ({"max": 8, "gpus": 1}, 32, None, 11),  # Ray does not say how many there are
+        ({"max": 4, "cpus": 2}, 16, 0, 11),  # a CPU for Ray is a process
     ],
 )
-def test_processes_wait_where_each_has_a_core(workers: dict[str, int], cores: int, processes: int) -> None:
-    assert prepared(Workers(min=1, **workers), cores) == processes
+def test_processes_wait_where_each_has_a_core(workers: dict[str, int], cores: int, gpus: int | None, processes: int) -> None:
+    assert prepared(Workers(min=1, **workers), cores, gpus) == processes
 
 
 def imported_after(modules: list[str], program: str = JOINS) -> list[str]:
@@ -104,7 +107,7 @@ def test_a_cluster_of_this_machine_has_room_for_the_run_and_says_if_that_has_mor
 ) -> None:
     """The control: where each worker has its cores, nothing is said."""
     one = Workers(min=1, **workers)
-    assert wanted(one) == cpus
+    assert wanted(one, None) == cpus
     told = crowded(one, cores)
     assert said in told if said else told == ""
 

@@ -54,43 +54,43 @@ class Pins:
 
     def __init__(self, region: Region, memory: torch.Tensor, register: Register = register) -> None:
         self.region, self._memory, self._register = region, memory, register
-        self._lock = threading.Lock()
-        """It is held while a slot gets or loses memory."""
+        self._locks = [threading.Lock() for _ in range(region.slots)]
+        """Each is held while its slot gets or loses memory."""
+        self._first = threading.Event()
         self._ends: dict[int, tuple[int, weakref.finalize[[], Pins] | None]] = {}
         """The slots that have memory: how many bytes of each, and a call that ends that they are pinned."""
         self.slots = 0
         """Number of slots that have memory or will have it soon."""
         region.take(0, region.data_at(0))
         self._pinned(0, region.data_at(0))
-        self._thread = threading.Thread()
 
     def sizes(self) -> list[int]:
         """Returns how many bytes of each slot are pinned."""
-        with self._lock:
-            return [self._ends[slot][0] if slot in self._ends else 0 for slot in range(self.region.slots)]
+        return [self._ends.get(slot, (0, None))[0] for slot in range(self.region.slots)]
 
     def ready(self) -> None:
-        """Returns once all slots of :meth:`begin` have been seen to."""
-        self._thread.join()
+        """Returns once the first slot of :meth:`begin` has been seen to, in which the first copy goes.  A later copy waits for its own."""
+        self._first.wait()
 
     def begin(self, slots: int, size: int) -> None:
         """Begins to pin the first ``size`` bytes of the first ``slots`` slots, unless a slot is pinned already."""
         if slots > self.slots:
-            self._thread = threading.Thread(target=self._pin, args=(range(self.slots, slots), size), name="pin", daemon=True)
+            pins = threading.Thread(target=self._pin, args=(range(self.slots, slots), size), name="pin", daemon=True)
             self.slots = slots
-            self._thread.start()
+            pins.start()
 
     def _pin(self, slots: Iterable[int], size: int) -> None:
         began = time.monotonic()
         for slot in slots:
-            with self._lock:
+            with self._locks[slot]:
                 if slot not in self._ends and (why := self._fit(slot, size, 0)):
                     print(f"slot {slot} of {self.region.slots} is not pinned yet: {why}", flush=True)
+            self._first.set()
         print(f"host copies: {sum(self.sizes()) / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 
     def fit(self, slot: int, size: int, foreseen: int) -> str:
         """Gives the slot, which holds no copy, pinned memory of at least ``size`` bytes.  Returns why there is too little, or ""."""
-        with self._lock:
+        with self._locks[slot]:
             return self._fit(slot, size, min(foreseen, self.region.slot_bytes))
 
     def _fit(self, slot: int, size: int, foreseen: int) -> str:
@@ -112,7 +112,7 @@ class Pins:
 
     def empty(self, slot: int) -> None:
         """Gives back all memory of the slot, which holds no copy."""
-        with self._lock:
+        with self._locks[slot]:
             self._end(slot)
             self.region.give_back(slot)
 

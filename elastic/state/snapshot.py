@@ -109,7 +109,7 @@ class Snapshots:
         """The copy that is being made, and a call that makes it again."""
 
     def ready(self) -> None:
-        """Returns once copies run at full speed."""
+        """Returns once the first copy runs at full speed."""
         self._way.ready()
 
     def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:

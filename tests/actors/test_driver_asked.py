@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from actors.cluster import COMPILER, PRELOADED
+from actors.own_cluster import COMPILER, PRELOADED
 from elastic.train.machine.gpus import NVML
 from tests.support.commands import ROOT, Command, user_job
 from tests.support.commands import user_package as package

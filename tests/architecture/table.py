@@ -293,7 +293,8 @@ SEAM = "elastic/engine/world.py"
 
 ENVIRONMENT = {
     "elastic/imports.py": "an argument of the user's code may be the value of one, so that a secret is written nowhere",
-    "actors/cluster.py": "Ray's own variables, before it starts",
+    "actors/cluster.py": "Ray's own variables, before it is joined",
+    "actors/own_cluster.py": "Ray's own variables, before it starts",
     "actors/submitted.py": "Ray's own variable, by which a command knows that it was submitted",
     "elastic/train/session.py": "cuBLAS demands one for deterministic kernels",
     "elastic/train/machine/compilers.py": "torch's compiler and Triton are told by one each where to keep what they make",

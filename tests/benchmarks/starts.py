@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import ray
 
-from actors import cluster
+from actors import cluster, own_cluster
 from actors.launch import launch
 from elastic.runs.run import Run
 from elastic.train.counters import Counters, segment
@@ -68,7 +68,7 @@ def measure(way: str, kills: int) -> dict[str, float | list[float]]:
         workers, deadlines = {"min": 1, "max": 2, "cpus": 1}, {"grow_debounce_s": 1}
         job = toy_job(folder, name="starts", steps=100_000, workers=workers, deadlines=deadlines)
         if way == "prepared":
-            os.environ |= {"RAY_preload_python_modules": cluster.PRELOADED}  # also on a machine with too few cores for it
+            os.environ |= {"RAY_preload_python_modules": own_cluster.PRELOADED}  # also on a machine with too few cores for it
         cluster.connect("local")
         waiting = settle(int(ray.cluster_resources()["CPU"]) if way == "prepared" else 1)  # of bare ones Ray may keep fewer
         memory = [each.memory_full_info() for each in waiting]

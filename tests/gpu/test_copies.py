@@ -29,6 +29,7 @@ from elastic.state.snapshot import Snapshots
 from elastic.state.staging import StagingStream
 from tests.state.test_copies import AT, AUTO, SECRET, TENSORS, equal, outcome, shard_of
 from tests.support.cells import cell
+from tests.support.patience import until
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -203,9 +204,9 @@ def test_pinned_slots_follow_the_world_and_the_memory_of_the_node(monkeypatch: p
     region = Region.create(3, whole.bytes, whole.blocks)
     region["keeper"], region["wanted"] = os.getpid(), 3 * half
     snapshots = Snapshots(region, TENSORS, torch.device("cuda"), AUTO, foresee=lambda plan: foreseen[0])
-    snapshots.ready()
     way = snapshots._way
     assert isinstance(way, snapshot._Pinned)
+    until(lambda: 0 not in way.pins.sizes())
 
     assert way.pins.sizes() == [half] * 3, "before the first world: what the world with the smallest parts needs"
     live(snapshots, world(2, 2, 4), range(4, 9))

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.cluster import COMPILER
+from actors.own_cluster import COMPILER
 from elastic.job import Job
 from elastic.runs.run import Run
 from tests.support.clusters import TUNED

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,7 @@ from elastic.plan.copy_budget import BUDDY_SLOTS
 from elastic.state import node_memory, pins
 from elastic.state.pins import Pins
 from elastic.state.region import Region
+from tests.support.patience import PATIENCE_S, until
 
 MIB = 2**20
 WHOLE, HALF = 8 * MIB, 4 * MIB
@@ -53,7 +55,7 @@ def pinned_slots(driver: Driver) -> Pins:
     region = Region.create(3, WHOLE, 1)
     made = Pins(region, torch.frombuffer(region.memory, dtype=torch.uint8), driver.register)
     made.begin(3, HALF)
-    made.ready()
+    until(lambda: 0 not in made.sizes())
     return made
 
 
@@ -92,6 +94,31 @@ def test_a_copy_for_which_there_is_no_memory_is_refused_and_costs_nothing(free: 
     assert made.sizes() == [0, 0, HALF] and taken(made.region) < 2 * HALF + MIB
     free[0] = PLENTY
     assert made.fit(0, WHOLE, 0) == "" and made.sizes() == [WHOLE, 0, HALF]
+
+
+def test_the_first_copy_waits_for_its_own_slot_alone(free: list[int]) -> None:
+    """Memory comes at gigabytes a second, so that of later slots comes beside the first steps.  The control: another slot is waited for."""
+    driver, second, go_on = Driver(), threading.Event(), threading.Event()
+
+    def register(memory: torch.Tensor) -> Callable[[], object] | None:
+        if len(driver.pinned) == 2:  # the headers, and the first slot
+            second.set()
+            assert go_on.wait(PATIENCE_S)
+        return driver.register(memory)
+
+    region = Region.create(3, WHOLE, 1)
+    made = Pins(region, torch.frombuffer(region.memory, dtype=torch.uint8), register)
+    made.begin(3, HALF)
+    made.ready()
+    assert second.wait(PATIENCE_S)
+    assert made.fit(0, HALF, 0) == "" and made.sizes() == [HALF, 0, 0]
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(made.fit, 1, HALF, 0)
+        with pytest.raises(TimeoutError):
+            later.result(0.2)
+        go_on.set()
+        assert later.result(PATIENCE_S) == ""
+    until(lambda: made.sizes() == [HALF] * 3)
 
 
 def test_what_is_foreseen_is_left_where_it_does_not_fit(free: list[int]) -> None:

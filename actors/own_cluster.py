@@ -1,0 +1,181 @@
+"""The Ray cluster that a command starts on its own machine.  It ends with the process.
+
+Ray takes 5 to 10 s to start, and its processes as long for their imports.  So it starts in a thread, while the job is checked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from actors.cores import usable_cores
+from actors.signals import kept_from_children
+from elastic.config.sections import Workers
+from elastic.errors import PlatformGaveUp
+
+NAMESPACE = "elastic"
+PRELOADED = ",".join(
+    (
+        *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._inductor.config", "torch._dynamo"),
+        *("numpy", "pyarrow.parquet", "pydantic.main", "blake3"),
+    )
+)
+"""The modules that take long to import in a worker, nine tenths of what it computes before it joins.  None of them is ours or the user's:
+a process that waits does not know yet which code the run has.
+"""
+COMPILER = "torch._inductor.compile_fx"
+"""The module to add if the job compiles: of what is imported while the first block is compiled, it brings four fifths, in 45 MiB."""
+OTHERS = 3
+"""Processes beside the workers: the coordinator, a keeper, and one that takes a dead one's place."""
+SMALL = 8
+"""Number of CPUs of a cluster that starts on a small machine for no job in particular: it has room for a few small runs."""
+STARTS_S = "5 to 20 s"
+"""The time that Ray's own processes take to start, by the speed of the machine."""
+
+
+class _Start(threading.Thread):
+    """Starts a cluster, and stays: the system ends Ray's processes with the thread that has begun them (PR_SET_PDEATHSIG)."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(name="ray", daemon=True)
+        self.options, self.over = options, threading.Event()
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            init(address="local", include_dashboard=False, **self.options)
+        except Exception as error:  # Ray raises plain ones if its processes do not come up
+            self.error = error
+        self.over.set()
+        if self.error is None:
+            threading.Event().wait()
+
+
+_start: _Start | None = None
+
+
+def init(**options: Any) -> None:
+    """Joins or starts a cluster with these ``options`` of ``ray.init``."""
+    logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler is not set" not in str(record.msg))  # ours stays
+    with kept_from_children():
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
+    _leave_deaths_to_the_story()
+
+
+def begin(workers: Workers | None, gpus: int | None, *, compiles: bool, tell: Callable[[str], None]) -> None:
+    """Begins to start a cluster for ``workers`` on this machine, which has so many GPUs (None: unknown), unless one is on its way already.
+
+    It has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so: a worker then joins in a fraction of the time.  If
+    the job ``compiles``, they have imported the compiler, too.  Ray starts a process for each CPU that it is told of, so it is told of no
+    more than these.
+
+    ``tell`` gets a sentence, since the start takes a while, and another one if the workers are more than this machine has cores.
+
+    The environment variables must be set before Ray starts: no usage reports, no token (so a firewall must keep others out), no wait for a
+    drain at its end, no monitor that kills to free memory.
+    """
+    global _start  # a process has one cluster
+    if pending():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    cores = usable_cores()
+    if workers is not None and prepared(workers, cores, gpus):
+        parts = "MIG" in os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU: torch asks the driver for them, not NVML
+        os.environ.setdefault("RAY_preload_python_modules", f"{PRELOADED},{COMPILER}" if compiles and not parts else PRELOADED)
+    lasting = f"; --address auto trains on the one at {there}, of which it is a node" if (there := _lasting()) else ""
+    tell(f"a Ray cluster starts on this machine, in {STARTS_S}{lasting}")
+    tell(crowded(workers, cores) if workers is not None else "")
+    cpus = max(SMALL, cores) if workers is None else wanted(workers, gpus)
+    _start = _Start({"object_store_memory": 80 * 2**20, "num_cpus": cpus})
+    _start.start()
+    atexit.register(_start.over.wait)  # Ray crashes a process that ends while it starts
+
+
+def pending() -> bool:
+    """Returns whether a cluster is on its way for which nobody has waited yet."""
+    return _start is not None and (not _start.over.is_set() or _start.error is not None or ray.is_initialized())
+
+
+def wait() -> None:
+    """Returns once the cluster on its way is there.  Raises :class:`PlatformGaveUp` if Ray does not start."""
+    global _start
+    if _start is None:
+        return
+    _start.over.wait()
+    error, _start = _start.error, None
+    if error is not None:
+        advice = "is this machine overloaded, or its temporary folder full or read-only?"
+        raise PlatformGaveUp(f"a local Ray cluster did not start ({type(error).__name__}: {str(error).strip()}); {advice}") from error
+
+
+def leave(code: int) -> None:
+    """Ends this process with this exit code if Ray is still starting, and Ray's processes with it; otherwise does nothing."""
+    if _start is not None and not _start.over.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wanted(workers: Workers, gpus: int | None) -> int:
+    """Returns the CPUs of which Ray is told in a cluster that starts for ``workers`` on a machine with so many GPUs: one for each process.
+
+    They need not be cores.  Of a machine with fewer cores the user is told by :func:`crowded`.
+    """
+    most = workers.max + workers.spares
+    most = min(most, gpus // workers.gpus) if workers.gpus and gpus is not None else most
+    return math.ceil(most * max(workers.cpus, 1)) + OTHERS
+
+
+def crowded(workers: Workers, cores: int) -> str:
+    """Returns the sentence that the workers of a run share so many cores, if they want more; "" otherwise."""
+    most = workers.max + workers.spares
+    if most * workers.cpus <= cores:
+        return ""
+    return (
+        f"this machine has {cores} {'core' if cores == 1 else 'cores'}, and {most} workers with workers.cpus = {workers.cpus:g} share "
+        f"them: more workers are not faster here; lower workers.max, or train on a cluster of several machines (--address)"
+    )
+
+
+def prepared(workers: Workers, cores: int, gpus: int | None) -> int:
+    """Returns how many processes wait, with their imports done, in a cluster that starts on a machine of so many cores; 0: none do.
+
+    There is one for each worker and spare, and ``OTHERS``.  All of them import at once, while the run begins: without a core for each,
+    the first worker would come later than it does without them.
+    """
+    return processes if (processes := wanted(workers, gpus)) <= cores else 0
+
+
+def _lasting() -> str:
+    """Returns the address of the cluster of which ``ray start`` has made this machine a node, or "" if there is none."""
+    try:
+        from ray._private.services import find_bootstrap_address, find_gcs_addresses
+    except ImportError:  # private calls
+        return ""
+    address = find_bootstrap_address(None) or ""
+    return address if address in find_gcs_addresses() else ""
+
+
+def _leave_deaths_to_the_story() -> None:
+    """Silences the paragraph that Ray prints for every process that ends.  The story of the run says the same in one sentence."""
+    from ray._private import worker
+
+    if (printed := getattr(worker, "print_to_stdstream", None)) is None:  # a private name; without it there is only more output
+        return
+
+    def print_others(data: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        if not any(line.startswith(("A worker died or was killed", "Task Coordinator")) for line in data.get("lines", ())):
+            printed(data, *arguments, **options)
+
+    worker.print_to_stdstream = print_others

@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
 
+LATER = 2**20
+"""Steps, as many as no run waits for: there is no next copy before a worker says another number."""
 FIRST_BUDDY_EVERY = 10
 """Number of steps between copies to the buddy until the time that one takes has been measured."""
 SELDOM_S = 1.0
@@ -53,12 +55,17 @@ class Pace:
     def copied(self, seconds: float) -> None:
         self._copies_s.append(seconds)
 
-    def copy_every(self) -> int:
+    def copy_every(self, *, able: bool = True) -> int:
         """Returns the number of steps between copies at which each is done before the next begins, or 0 to keep the planned number.
+
+        As long as the worker is not ``able`` to make the next one at full speed, since memory is still being pinned for it, that is
+        ``LATER``: it would hold up a step for seconds.
 
         The quickest of the last few copies decides.  The first copy into each slot is slow, since the system maps its memory page by page,
         and a copy that was held up tells nothing about the others.
         """
+        if self.rule.copies and not able:
+            return LATER
         if not self.rule.copies or len(self._copies_s) < REMEMBERED or not self.step_s:
             return 0
         return ceil(min(self._copies_s) / self.step_s)

@@ -56,7 +56,8 @@ class Pins:
         self.region, self._memory, self._register = region, memory, register
         self._locks = [threading.Lock() for _ in range(region.slots)]
         """Each is held while its slot gets or loses memory."""
-        self._first = threading.Event()
+        self._first, self._coming = threading.Event(), set[int]()
+        """``_coming`` are the slots of :meth:`begin` that have not been seen to yet."""
         self._ends: dict[int, tuple[int, weakref.finalize[[], Pins] | None]] = {}
         """The slots that have memory: how many bytes of each, and a call that ends that they are pinned."""
         self.slots = 0
@@ -69,13 +70,18 @@ class Pins:
         return [self._ends.get(slot, (0, None))[0] for slot in range(self.region.slots)]
 
     def ready(self) -> None:
-        """Returns once the first slot of :meth:`begin` has been seen to, in which the first copy goes.  A later copy waits for its own."""
+        """Returns once the first slot of :meth:`begin` has been seen to, in which the first copy goes."""
         self._first.wait()
+
+    def all_ready(self) -> bool:
+        """Returns whether all slots of :meth:`begin` have been seen to."""
+        return not self._coming
 
     def begin(self, slots: int, size: int) -> None:
         """Begins to pin the first ``size`` bytes of the first ``slots`` slots, unless a slot is pinned already."""
         if slots > self.slots:
             pins = threading.Thread(target=self._pin, args=(range(self.slots, slots), size), name="pin", daemon=True)
+            self._coming.update(range(self.slots, slots))
             self.slots = slots
             pins.start()
 
@@ -85,6 +91,7 @@ class Pins:
             with self._locks[slot]:
                 if slot not in self._ends and (why := self._fit(slot, size, 0)):
                     print(f"slot {slot} of {self.region.slots} is not pinned yet: {why}", flush=True)
+            self._coming.discard(slot)
             self._first.set()
         print(f"host copies: {sum(self.sizes()) / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 

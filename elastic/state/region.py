@@ -25,7 +25,9 @@ import json
 import mmap
 import os
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -79,6 +81,8 @@ save.  ``lacking`` is the size of the copy for which the worker found no memory,
 slots together take in the present world once they are written; before the first world, in the world with the smallest parts."""
 TAKEN = 2**26
 """Bytes that one call takes from the system.  A call takes 20 ms, and meanwhile no other thread of this process can map or unmap memory."""
+TAKERS = 4
+"""Threads that take memory at the same time.  On a machine with two H200 one took 1.8 GiB/s, two took 2.5, four 4.9, and eight 4.6."""
 POPULATE_WRITE = 23
 """Advice for ``madvise`` that takes memory for writing, since Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
 REMOVE = mmap.MADV_REMOVE
@@ -311,8 +315,17 @@ class Region:
         Its content stays.  On a system that cannot do so, nothing happens.
         """
         start, first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)), first - first % PAGE
-        for at in range(first, last, TAKEN):
+
+        def piece(at: int) -> None:
             _madvise(start + at, min(TAKEN, last - at), POPULATE_WRITE)
+
+        pieces = range(first, last, TAKEN)
+        if len(pieces) < TAKERS:
+            for at in pieces:
+                piece(at)
+            return
+        with ThreadPoolExecutor(TAKERS) as pool:
+            deque(pool.map(piece, pieces), 0)
 
     def lacks(self, slot: int, size: int) -> int:
         """Returns how many of the first ``size`` bytes of the slot its writer has not taken from the system yet."""

@@ -348,7 +348,7 @@ class Snapshots:
         return Copied(
             self.made.step if self.made and self.region["keeper"] and copied else NEVER,
             self.buddied.step if self.buddied else NEVER,
-            self.pace.copy_every(),
+            self.pace.copy_every(able=self._way.all_ready()),
             self.pace.buddy_every(self.region["brought_us"] / 1e6) if sent else 0,
             asks,
             int(lacking or not over),
@@ -373,6 +373,10 @@ class _Plain:
 
     def ready(self) -> None:
         """Returns at once: copies always run at full speed here."""
+
+    def all_ready(self) -> bool:
+        """Returns True: nothing is pinned."""
+        return True
 
     def pin(self, slots: int, size: int) -> None:
         """Pins nothing: copies from host memory need no pinned memory."""
@@ -406,7 +410,8 @@ class _Pinned:
         self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
         self.pins = Pins(region, memory)
         self.pins.begin(min(slots_for(1, 0), region.slots), region["wanted"] // region.slots)
-        self.ready, self.pin, self.fit, self.empty = self.pins.ready, self.pins.begin, self.pins.fit, self.pins.empty
+        self.ready, self.all_ready, self.pin = self.pins.ready, self.pins.all_ready, self.pins.begin
+        self.fit, self.empty = self.pins.fit, self.pins.empty
 
     @property
     def slots(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.plan.copy_budget import FIRST_BUDDY_EVERY, CopyRule, Pace, amount, explained, no_room, slot_size, slots_a_worker
+from elastic.plan.copy_budget import FIRST_BUDDY_EVERY, LATER, CopyRule, Pace, amount, explained, no_room, slot_size, slots_a_worker
 
 pytestmark = pytest.mark.fast
 GB = 10**9
@@ -26,6 +26,8 @@ def test_a_copy_that_is_done_within_a_step_is_made_every_step() -> None:
     assert paced(0.5, *[0.4] * 8, *[1.2] * 8).copy_every() == 3, "it has become slower"
     assert paced(0.5, *[1.2] * 8, copies=False).copy_every() == 0, "the job says how often"
     assert Pace(CopyRule(copies=True)).copy_every() == 0
+    assert paced(1.3, *[1.2] * 8).copy_every(able=False) == LATER, "memory is still being pinned"
+    assert paced(1.3, *[1.2] * 8, copies=False).copy_every(able=False) == 0, "the job says how often, and waits for it"
 
 
 def test_buddies_get_no_more_than_their_share_of_the_link() -> None:

@@ -55,7 +55,7 @@ def pinned_slots(driver: Driver) -> Pins:
     region = Region.create(3, WHOLE, 1)
     made = Pins(region, torch.frombuffer(region.memory, dtype=torch.uint8), driver.register)
     made.begin(3, HALF)
-    until(lambda: 0 not in made.sizes())
+    until(made.all_ready)
     return made
 
 
@@ -111,14 +111,15 @@ def test_the_first_copy_waits_for_its_own_slot_alone(free: list[int]) -> None:
     made.begin(3, HALF)
     made.ready()
     assert second.wait(PATIENCE_S)
-    assert made.fit(0, HALF, 0) == "" and made.sizes() == [HALF, 0, 0]
+    assert made.fit(0, HALF, 0) == "" and made.sizes() == [HALF, 0, 0] and not made.all_ready()
     with ThreadPoolExecutor(1) as pool:
         later = pool.submit(made.fit, 1, HALF, 0)
         with pytest.raises(TimeoutError):
             later.result(0.2)
         go_on.set()
         assert later.result(PATIENCE_S) == ""
-    until(lambda: made.sizes() == [HALF] * 3)
+    until(made.all_ready)
+    assert made.sizes() == [HALF] * 3
 
 
 def test_what_is_foreseen_is_left_where_it_does_not_fit(free: list[int]) -> None:

@@ -20,6 +20,7 @@ from actors.cores import usable_cores
 from actors.signals import kept_from_children
 from elastic.config.sections import Workers
 from elastic.errors import PlatformGaveUp
+from elastic.train.machine.gpus import LAUNCHES
 
 NAMESPACE = "elastic"
 PRELOADED = ",".join(
@@ -78,17 +79,11 @@ def begin(workers: Workers | None, gpus: int | None, *, compiles: bool, tell: Ca
     more than these.
 
     ``tell`` gets a sentence, since the start takes a while, and another one if the workers are more than this machine has cores.
-
-    The environment variables must be set before Ray starts: no usage reports, no token (so a firewall must keep others out), no wait for a
-    drain at its end, no monitor that kills to free memory.
     """
     global _start  # a process has one cluster
     if pending():
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    set_variables()
     cores = usable_cores()
     if workers is not None and prepared(workers, cores, gpus):
         parts = "MIG" in os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU: torch asks the driver for them, not NVML
@@ -100,6 +95,18 @@ def begin(workers: Workers | None, gpus: int | None, *, compiles: bool, tell: Ca
     _start = _Start({"object_store_memory": 80 * 2**20, "num_cpus": cpus})
     _start.start()
     atexit.register(_start.over.wait)  # Ray crashes a process that ends while it starts
+
+
+def set_variables() -> None:
+    """Sets environment variables that Ray and its processes read as they start.
+
+    There are no usage reports, no token (so a firewall must keep others out), no wait for a drain at the end, and no monitor that kills to
+    free memory.
+    """
+    os.environ |= LAUNCHES
+    for name in ("USAGE_STATS_ENABLED", "GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "memory_monitor_refresh_ms"):
+        os.environ.setdefault(f"RAY_{name}", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 
 def pending() -> bool:
@@ -133,7 +140,7 @@ def wanted(workers: Workers, gpus: int | None) -> int:
     They need not be cores.  Of a machine with fewer cores the user is told by :func:`crowded`.
     """
     most = workers.max + workers.spares
-    most = min(most, gpus // workers.gpus) if workers.gpus and gpus is not None else most
+    most = min(most, gpus) if workers.gpus and gpus is not None else most
     return math.ceil(most * max(workers.cpus, 1)) + OTHERS
 
 

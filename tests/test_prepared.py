@@ -52,7 +52,6 @@ print(json.dumps(sorted(name for name in set(sys.modules) - before if name.start
         ({"max": 2}, 2, 0, 0),  # five would import on two cores, while the first worker waits
         ({"max": 8, "spares": 1, "gpus": 1, "cpus": 0}, 32, 16, 12),
         ({"max": 8, "gpus": 1}, 32, 2, 5),  # no more workers than GPUs can run: eleven imports at once take twice as long as five
-        ({"max": 8, "gpus": 2}, 32, 8, 7),
         ({"max": 8, "gpus": 1}, 32, None, 11),  # Ray does not say how many there are
         ({"max": 4, "cpus": 2}, 16, 0, 11),  # a CPU for Ray is a process
     ],

@@ -41,6 +41,7 @@ from elastic.train.context import Context, standard
 from elastic.train.counters import Counters
 from elastic.train.faults import Faults, Seat
 from elastic.train.machine.device import need_of
+from elastic.train.machine.gpus import LAUNCHES
 from elastic.train.machine.interface import choose
 from elastic.train.machine.limits import little_lockable, little_shared, lockable_memory, shared_memory
 from elastic.train.model import build_model, builder_of, digest_of
@@ -61,13 +62,6 @@ NCCL = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # else its watchdog sleeps 4 × 15 s once a peer's socket breaks, and ending the group waits
     "NCCL_RAS_ENABLE": "0",  # its thread crashes processes whose peers come and go (NCCL issues 1996 and 2346)
     "NCCL_NVLS_ENABLE": "0",  # an abort crashes on memory that is registered for multicast
-}
-LAUNCHES = {
-    # Behind a collective that hangs, the device's queue of launches fills up, and the next launch blocks until somebody aborts.  torch's
-    # own launcher of compiled kernels holds the GIL meanwhile (torch/csrc/inductor/static_launcher/cuda.cpp, pytorch issue 109074), so
-    # that the control thread cannot answer the fence without which nobody may abort; Triton's launcher lets go of it.  An environment
-    # variable, since what is set in torch._inductor.config counts for one thread only, and the backward pass runs in another (2.13).
-    "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
 }
 DETERMINISTIC = {"TORCHINDUCTOR_DETERMINISTIC": "1"}
 """Says to torch's compiler what ``torch.use_deterministic_algorithms`` says to it; it reads this when it is imported."""

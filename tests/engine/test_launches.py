@@ -18,8 +18,8 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.plan.layout import Layout
 from elastic.train.faults import Asked, Faults, InjectedError
+from elastic.train.machine.gpus import LAUNCHES
 from elastic.train.model import State, builder_of
-from elastic.train.session import LAUNCHES
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.toys import toy_job
@@ -46,6 +46,25 @@ def test_no_thread_launches_compiled_kernels_with_the_gil_held() -> None:
     fresh = {name: value for name, value in os.environ.items() if name not in LAUNCHES}  # a local run of another test has set them here
     ran = subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, env=fresh, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert ran.stdout.split() == ["True", "False"], "the control, and a worker"
+
+
+WAITS = """
+import importlib
+from actors import own_cluster
+
+own_cluster.set_variables()
+for name in (*own_cluster.PRELOADED.split(","), own_cluster.COMPILER):
+    importlib.import_module(name)
+from torch._inductor import config
+print(config.use_static_cuda_launcher)
+"""
+
+
+def test_nor_does_a_process_that_ray_has_prepared() -> None:
+    """The setting is read as the compiler is imported, which such a process does before it knows of any job."""
+    fresh = {name: value for name, value in os.environ.items() if name not in LAUNCHES}
+    ran = subprocess.run([sys.executable, "-c", WAITS], cwd=ROOT, env=fresh, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    assert ran.stdout.split() == ["False"]
 
 
 class Block(torch.nn.Module):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic.engine.world import LEAD, World
-from elastic.train.session import LAUNCHES
+from elastic.train.machine.gpus import LAUNCHES
 from tests.support.commands import ROOT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

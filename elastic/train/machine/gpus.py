@@ -22,6 +22,14 @@ NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Lets ``torch.cuda.is_available`` ask NVML and not the driver.  torch 2.11 calls it when its compiler is imported
 (``torch/_inductor/runtime/benchmarking.py``), which processes do that wait for Ray to give them a GPU.
 """
+LAUNCHES = {
+    # Behind a collective that hangs, the device's queue of launches fills up, and the next launch blocks until somebody aborts.  torch's
+    # own launcher of compiled kernels holds the GIL meanwhile (torch/csrc/inductor/static_launcher/cuda.cpp, pytorch issue 109074), so
+    # that the control thread cannot answer the fence without which nobody may abort; Triton's launcher lets go of it.  An environment
+    # variable, since what is set in torch._inductor.config counts for one thread only, and the backward pass runs in another (2.13).  torch
+    # reads it when its compiler is imported, so processes that wait with that done have it from Ray.
+    "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",
+}
 
 
 def device_uuid() -> str:

@@ -42,7 +42,6 @@ def connect(
     workers: Workers | None = None,
     *,
     answered: bool = False,
-    compiles: bool = False,
     tell: Callable[[str], None] = lambda sentence: None,
 ) -> None:
     """Joins the cluster at ``address``, whose head may have ``answered`` just now, or the one that this process was submitted to, or
@@ -51,7 +50,7 @@ def connect(
     No process asks CUDA's driver by an import.  Raises :class:`PlatformGaveUp` if Ray does not start, or does not answer; and as
     :func:`heads.answers`.
     """
-    begin_here(address, workers, compiles=compiles, tell=tell)
+    begin_here(address, workers, tell)
     if own_cluster.pending():
         return own_cluster.wait()
     if ray.is_initialized():
@@ -73,14 +72,12 @@ def connect(
         ) from error
 
 
-def begin_here(
-    address: str | None, workers: Workers | None, *, compiles: bool, tell: Callable[[str], None] = lambda sentence: None
-) -> bool:
+def begin_here(address: str | None, workers: Workers | None, tell: Callable[[str], None]) -> bool:
     """Begins to start a cluster on this machine, as :func:`own_cluster.begin` does, if a run at ``address`` has one; says whether."""
     for variable, value in NVML.items():
         os.environ.setdefault(variable, value)
     if here := starts_here(address):
-        own_cluster.begin(workers, _gpus(), compiles=compiles, tell=tell)
+        own_cluster.begin(workers, _gpus(), tell)
     return here
 
 

@@ -186,7 +186,7 @@ def _checked(job: Job, address: str | None, show: Show, *, local: bool, **how: A
     check_early(job, here=local or here)
     said = check_bucket(job)
     if not local:
-        cluster.begin_here(address, job.workers, compiles=job.compile, tell=partial(_tell, show))
+        cluster.begin_here(address, job.workers, partial(_tell, show))
     from elastic.train.preflight import preflight
 
     checked = preflight(job, local=local, **how)
@@ -206,7 +206,7 @@ def _connect(job: Job, address: str | None, requests: Requests, show: Show) -> N
     """Joins the cluster at ``address``, or starts one.  From then on ``requests`` notes the first signal."""
     tell = partial(_tell, show)
     with requests.finishing(partial(tell, "interrupted; Ray is ended as soon as it has started, in up to 30 s")):
-        cluster.connect(address, job.workers, compiles=job.compile, tell=tell)
+        cluster.connect(address, job.workers, tell=tell)
     requests.note()
 
 

@@ -23,17 +23,11 @@ from elastic.errors import PlatformGaveUp
 from elastic.train.machine.gpus import LAUNCHES
 
 NAMESPACE = "elastic"
-PRELOADED = ",".join(
-    (
-        *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._inductor.config", "torch._dynamo"),
-        *("numpy", "pyarrow.parquet", "pydantic.main", "blake3"),
-    )
-)
-"""The modules that take long to import in a worker, nine tenths of what it computes before it joins.  None of them is ours or the user's:
-a process that waits does not know yet which code the run has.
+PRELOADED = "torch,numpy,pyarrow.parquet,pydantic.main,blake3"
+"""The modules that processes import before they are needed: half of what a worker imports.  The coordinator, too, waits for the first of
+them, so the other half costs more than it brings (RESULTS.md has figures).  None is ours or the user's: a process that waits does not know
+yet which code the run has.
 """
-COMPILER = "torch._inductor.compile_fx"
-"""The module to add if the job compiles: of what is imported while the first block is compiled, it brings four fifths, in 45 MiB."""
 OTHERS = 3
 """Processes beside the workers: the coordinator, a keeper, and one that takes a dead one's place."""
 SMALL = 8
@@ -71,12 +65,11 @@ def init(**options: Any) -> None:
     _leave_deaths_to_the_story()
 
 
-def begin(workers: Workers | None, gpus: int | None, *, compiles: bool, tell: Callable[[str], None]) -> None:
+def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]) -> None:
     """Begins to start a cluster for ``workers`` on this machine, which has so many GPUs (None: unknown), unless one is on its way already.
 
-    It has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so: a worker then joins in a fraction of the time.  If
-    the job ``compiles``, they have imported the compiler, too.  Ray starts a process for each CPU that it is told of, so it is told of no
-    more than these.
+    It has processes that wait with ``PRELOADED`` imported, if :func:`prepared` says so.  Ray starts a process for each CPU that it is told
+    of, so it is told of no more than these.
 
     ``tell`` gets a sentence, since the start takes a while, and another one if the workers are more than this machine has cores.
     """
@@ -86,8 +79,7 @@ def begin(workers: Workers | None, gpus: int | None, *, compiles: bool, tell: Ca
     set_variables()
     cores = usable_cores()
     if workers is not None and prepared(workers, cores, gpus):
-        parts = "MIG" in os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU: torch asks the driver for them, not NVML
-        os.environ.setdefault("RAY_preload_python_modules", f"{PRELOADED},{COMPILER}" if compiles and not parts else PRELOADED)
+        os.environ.setdefault("RAY_preload_python_modules", PRELOADED)
     lasting = f"; --address auto trains on the one at {there}, of which it is a node" if (there := _lasting()) else ""
     tell(f"a Ray cluster starts on this machine, in {STARTS_S}{lasting}")
     tell(crowded(workers, cores) if workers is not None else "")

@@ -115,6 +115,9 @@ def prepare_process(job: Job, address: str = "", *, alone: bool = False) -> torc
         raise JobError(f"precision = {job.precision!r}: {torch.cuda.get_device_name(device)} cannot multiply in fp8; take 'bf16'")
     if job.offload_folder and (slow := check_folder(job.offload_folder)):
         print(slow, flush=True)
+    if device.type == "cuda" and getattr(sys.modules.get("torch._inductor.config"), "use_static_cuda_launcher", False):
+        name = next(iter(LAUNCHES))
+        print(f"torch's compiler was imported without {name}=0: set it where Ray's nodes are started, or kernels that hang hang the worker")
     if device.type == "cuda" and (little := little_shared(shared_memory())):
         print(little, flush=True)
     torch.zeros((), device=device)  # opens the accelerator's context now, not while a world forms

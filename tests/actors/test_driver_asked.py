@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from actors.own_cluster import COMPILER, PRELOADED
 from elastic.train.machine.gpus import NVML
 from tests.support.commands import ROOT, Command, user_job
 from tests.support.commands import user_package as package
 from tests.support.driver import Note, noted, notes
 from tests.support.warm import SOCKET, Warm
 
+COMPILER = "torch._inductor.compile_fx"
 ASKS = """
 import torch
 found = torch.cuda.is_available()  # as torch/_inductor/runtime/benchmarking.py of torch 2.11 does
@@ -41,7 +41,7 @@ def asked(folder: Path) -> list[Note]:
     (folder / "control.py").write_text(CONTROL.replace("NVML", repr([*NVML])))
     environment = noted(folder)
     environment["PYTHONPATH"] = os.pathsep.join((environment["PYTHONPATH"], str(ROOT)))
-    preloaded = {"RAY_preload_python_modules": ",".join((PRELOADED, COMPILER, "asks", "control"))}
+    preloaded = {"RAY_preload_python_modules": ",".join(("torch", "pyarrow.parquet", COMPILER, "asks", "control"))}
     with Warm(folder, COMPILER, **environment, **NVML) as forks:
         line = ("train", "job.toml", "--address", "local")
         command = Command(folder, *line, warm=True, **environment, **preloaded, **{SOCKET: forks.path})

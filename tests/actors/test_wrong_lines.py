@@ -12,7 +12,10 @@ from elastic.__main__ import main as entry
 from elastic.config.sections import Workers
 from elastic.errors import STOPPED, PlatformGaveUp
 from elastic.runs.run import Run
+from tests.support.commands import Command
 from tests.support.job_file import to_toml
+from tests.support.patience import until
+from tests.support.processes import processes
 from tests.support.toys import toy_job
 
 Shown = pytest.CaptureFixture[str]
@@ -48,6 +51,14 @@ def test_a_value_says_where_it_came_from(job: str, capsys: Shown, words: list[st
     """The control is the last one: it is about no value of the job."""
     assert main(["train", job, "--local", *words]) == 1
     assert said(capsys).startswith(begins)
+
+
+def test_checks_that_fail_end_the_cluster_that_starts_meanwhile(job: str, tmp_path: Path) -> None:
+    """Nobody waits for it: the command ends with its sentence, and the system ends Ray's processes with it."""
+    command = Command(tmp_path, "train", job, "--address", "local", "--model", "elastic.models.llama:build", "--model-args.heads", "3")
+    assert command.wait() == 1, command.text
+    assert command.text.index("a Ray cluster starts on this machine") < command.text.index("elastic: job.toml with --model-args.heads: ")
+    until(lambda: not [each for each in processes(str(tmp_path)) if "gcs_server" in each.command or "raylet" in each.command.split()[0]])
 
 
 @pytest.mark.parametrize("command", [["train", "--local"], ["status", "--once"], ["checkpoint", "ls"]], ids=lambda words: words[0])

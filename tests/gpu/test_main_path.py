@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.own_cluster import COMPILER
 from elastic.job import Job
 from elastic.runs.run import Run
 from tests.support.clusters import TUNED
@@ -115,7 +114,7 @@ def head(folder: Path) -> Iterator[str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | TUNED
     guide = (ROOT / "examples" / "guide" / "clusters.md").read_text(encoding="utf-8")
     variables |= dict(pair.split("=", 1) for pair in re.findall(r"^export (PYTORCH_NVML\S+ .*)$", guide, re.MULTILINE)[0].split())
-    variables["RAY_preload_python_modules"] += f",{COMPILER}"  # as the guide says of jobs that compile
+    variables["RAY_preload_python_modules"] += ",torch._inductor.compile_fx"  # as the guide says of jobs that compile
     variables |= {"PYTHONPATH": PATH, MARK: str(folder)}
     ports = free_ports(3)
     listens = [f"--port={ports[0]}", f"--dashboard-port={ports[1]}", f"--dashboard-agent-listen-port={ports[2]}"]

@@ -252,20 +252,27 @@ def verify(job: Job, step: str | None) -> int:
     return 0 if report.good else 1
 
 
-def export(job: Job, step: str | None, folder: Path, *, average: bool = False) -> int:
-    """Writes the whole tensors of a checkpoint to ``folder``, with ``average`` those of the average of the weights.
+def export(
+    job: Job, step: str | None, folder: Path, *, average: bool = False, transformers: bool = False, accept_code: bool = False
+) -> int:
+    """Writes the whole tensors of a checkpoint to ``folder``, with ``average`` those of the average of the weights, and what else makes it
+    a folder that other programs open (:mod:`elastic.train.published`).
 
-    Raises :class:`JobError` if it has such files, cannot be written, or there is no average.
+    With ``transformers`` tensors have the names that this library wants.  Raises :class:`JobError` if ``folder`` has such files, cannot be
+    written, or there is no average, and another :class:`ElasticError` if the model is none of transformers.
     """
+    from elastic.train.published import published  # it imports torch
+
     run = Run.begun(job)
     version = version_at(run, step)
     if average and not has_average(run.checkpoints.open(version)):
         raise JobError(f"--average: the checkpoint of {version} has no average of the weights, which optim.average keeps; leave it out")
-    there = [name for name in EXPORTED if (folder / name).exists()]
+    made = published(run, job, version, rename=transformers, accept_code=accept_code, tell=lambda each: say(each, "note: ", "yellow"))
+    there = [name for name in (*EXPORTED, *made.more) if (folder / name).exists()]
     if there:
-        raise JobError(f"--to = {str(folder)!r} has {' and '.join(there)} already, perhaps of another step; name a new folder")
+        raise JobError(f"--to = {str(folder)!r} has {' and '.join(there[:2])} already, perhaps of another step; name a new folder")
     try:
-        written = run.checkpoints.export(version, folder, average=average)
+        written = run.checkpoints.export(version, folder, average=average, names=made.names, more=made.more)
     except OSError as error:  # an error of the bucket would be a StorageError
         raise JobError(f"--to = {str(folder)!r} is not a folder that can be written: {error.strerror}; name a new folder") from error
     for path in written:

@@ -429,4 +429,6 @@ def checkpoint_verify(known: Namespace) -> int:
 def checkpoint_export(known: Namespace) -> int:
     from actors.checkpoint_commands import export
 
-    return export(of_run(known), known.step, known.to, average=known.average)
+    _import_from_here()
+    job, to = of_run(known), known.to
+    return export(job, known.step, to, average=known.average, transformers=known.transformers, accept_code=known.accept_code)

@@ -53,6 +53,7 @@ class Bytes:
     """Encodes each byte as one token."""
 
     coding = Coding("bytes", SMALLEST, end_of_document=256)
+    end = END
 
     def encode(self, documents: Iterable[Document]) -> Iterator[tuple[str, Tokens]]:
         for name, text in documents:
@@ -78,7 +79,7 @@ class Trained:
         end = end or next((known for known in ENDS if known in ids), None)
         if end is None or end not in ids:
             raise DataError(f"{place} has no token {end or ' or '.join(ENDS)} to end documents with; name one with --end-of-document")
-        self.coding = Coding("tokenizer.json", max(ids.values()) + 1, ids[end], definition)
+        self.coding, self.end = Coding("tokenizer.json", max(ids.values()) + 1, ids[end], definition), end
 
     def encode(self, documents: Iterable[Document]) -> Iterator[tuple[str, Tokens]]:
         dtype, end = self.coding.dtype, self.coding.end_of_document
@@ -97,6 +98,31 @@ def open_encoder(coding: Coding, place: str) -> Encoder:
     if coding.definition is None:
         return Bytes()
     return Trained(coding.definition, place, _parsed(coding.definition, place).id_to_token(coding.end_of_document))
+
+
+def files_of(encoder: Encoder) -> dict[str, bytes]:
+    """Returns the files that ``AutoTokenizer.from_pretrained`` of transformers opens; none for an encoder of the user's own."""
+    if not isinstance(encoder, Bytes | Trained):
+        return {}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": encoder.end, "clean_up_tokenization_spaces": False}
+    return {DEFINITION: encoder.coding.definition or _byte_definition(), CONFIGURATIONS[0]: json.dumps(about, indent=2).encode()}
+
+
+def _byte_definition() -> bytes:
+    """Returns a tokenizer.json whose tokens are those of :class:`Bytes`: a byte-level BPE that merges nothing."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = sorted({*range(256)} - {*printed})  # BPE writes them as letters that come after the bytes
+    letters = {chr(byte): byte for byte in printed} | {chr(256 + number): byte for number, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    definition = {
+        "version": "1.0",
+        "added_tokens": [{"id": Bytes.coding.end_of_document, "content": END, "special": True, **flags}],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": letters, "merges": []},
+    }
+    return json.dumps(definition, indent=1).encode()
 
 
 def train_bpe(documents: Iterable[Document], vocabulary: int) -> bytes:

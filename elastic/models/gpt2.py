@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from elastic.kernels.attention import Kernel, Mask, attention_mask, causal_attention, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.flops import matrix_parameters
-from elastic.models.spec import ShardingTable, with_preset
+from elastic.models.spec import Equivalent, ShardingTable, with_preset
 
 
 class Attention(nn.Module):
@@ -133,6 +133,33 @@ class GPT2(nn.Module):
 
     def sharding(self) -> ShardingTable:
         return ShardingTable(blocks=tuple(f"layers.{i}" for i in range(self.depth)))
+
+    def as_transformers(self) -> Equivalent:
+        """Returns the GPT-2 of transformers, or its first GPT if norms come after the sums."""
+        block: Any = self.layers[0]
+        rates = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), self.dropout.p)
+        config: dict[str, Any] = {
+            "model_type": "openai-gpt" if self.post else "gpt2",
+            "architectures": ["OpenAIGPTLMHeadModel" if self.post else "GPT2LMHeadModel"],
+            "vocab_size": self.vocab,
+            "n_positions": self.length,
+            "n_embd": self.embedding.embedding_dim,
+            "n_layer": self.depth,
+            "n_head": block.attention.heads,
+            "layer_norm_epsilon": block.attention_norm.eps,
+            "tie_word_embeddings": True,
+            **rates,
+        }
+        embeddings = ("tokens_embed", "positions_embed") if self.post else ("wte", "wpe")
+        named = dict(zip(("embedding", "positions"), (f"transformer.{each}" for each in embeddings), strict=True))
+        return Equivalent(config, TRANSFORMERS | named, ("qkv", "out", "w1", "w2"))
+
+
+TRANSFORMERS = {
+    **{"layers": "transformer.h", "norm": "transformer.ln_f", "attention_norm": "ln_1", "feed_forward_norm": "ln_2"},
+    **{"attention": "attn", "qkv": "c_attn", "out": "c_proj", "w1": "mlp.c_fc", "w2": "mlp.c_proj"},
+}
+"""Our words in names of tensors, and those of transformers; both of its models have these."""
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from elastic.kernels.attention import Kernel, Mask, attention_mask, causal_attention, positions_of
 from elastic.kernels.cross_entropy import cross_entropy
 from elastic.models.flops import matrix_parameters
-from elastic.models.spec import ShardingTable, with_preset
+from elastic.models.spec import Equivalent, ShardingTable, with_preset
 
 
 class Attention(nn.Module):
@@ -162,6 +162,43 @@ class Llama(nn.Module):
 
     def sharding(self) -> ShardingTable:
         return ShardingTable(blocks=tuple(f"layers.{i}" for i in range(self.depth)))
+
+    def as_transformers(self) -> Equivalent:
+        """Returns the Llama of transformers, or the Qwen 3 if queries and keys are normalised.  Dropout is that of attention there."""
+        tied = self.output.weight is self.embedding.weight
+        block: Any = self.layers[0]
+        kind = "Llama" if isinstance(block.attention.q_norm, nn.Identity) else "Qwen3"
+        config: dict[str, Any] = {
+            "model_type": kind.lower(),
+            "architectures": [f"{kind}ForCausalLM"],
+            "vocab_size": self.vocab,
+            "hidden_size": self.embedding.embedding_dim,
+            "intermediate_size": block.feed_forward.w1.out_features,
+            "num_hidden_layers": self.depth,
+            "num_attention_heads": block.attention.heads,
+            "num_key_value_heads": block.attention.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "attention_dropout": block.attention.dropout,
+            "rms_norm_eps": self.norm.eps,
+            "tie_word_embeddings": tied,
+            "rope_theta": self.rope_base,
+        }
+        if self.rope_scaling is not None:
+            factor, low, high, length = self.rope_scaling
+            turns = {"low_freq_factor": float(low), "high_freq_factor": float(high), "original_max_position_embeddings": int(length)}
+            config["rope_scaling"] = {"rope_type": "llama3", "factor": float(factor), **turns}
+            config["max_position_embeddings"] = int(factor * length)  # the library wants it to be more than the old length
+        return Equivalent(config, TRANSFORMERS)
+
+
+TRANSFORMERS = {
+    **{"embedding": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "output": "lm_head"},
+    **{"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"},
+    **{"attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"},
+    **{"feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+}
+"""Our words in names of tensors, and those of transformers."""
 
 
 def rotary(seq: int, head_dim: int, base: float, device: torch.device, scaling: Sequence[float] | None = None) -> Tensor:

@@ -26,6 +26,23 @@ class ShardingTable:
         return next((path for path in accumulate(words[:-1], "{}.{}".format) if path in self._names), "")
 
 
+@dataclass(frozen=True)
+class Equivalent:
+    """Describes the model of transformers that computes what a model of ours does."""
+
+    config: Mapping[str, Any]
+    """The fields of its ``config.json``."""
+    words: Mapping[str, str]
+    """Maps words in our names of tensors to its words.  Words that are not here are the same."""
+    transposed: tuple[str, ...] = ()
+    """Our words of the layers whose matrices it keeps transposed."""
+
+    def names(self, ours: Iterable[str]) -> dict[str, tuple[str, bool]]:
+        """Maps its name of each tensor to ours, and says whether the tensor is transposed there."""
+        endings = tuple(f"{word}.weight" for word in self.transposed)
+        return {".".join(self.words.get(word, word) for word in name.split(".")): (name, name.endswith(endings)) for name in ours}
+
+
 def each_once(model: Any, names: Iterable[str]) -> list[Any]:
     """Returns the modules of ``model`` with these names, in this order.  One that has several of them comes once."""
     return [*dict.fromkeys(model.get_submodule(name) for name in names)]

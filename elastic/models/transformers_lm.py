@@ -110,6 +110,7 @@ def with_weights(model: nn.Module, folder: str, rename: Rename = same) -> nn.Mod
     """Lets ``init_weights()`` of a model of :func:`build` set the weights to those in ``folder`` (``elastic/models/pretrained.py``)."""
     check_weights(model, folder, rename)
     fitted: Any = model
+    fitted.config.name_or_path = folder  # as from_pretrained of the library says it
     fitted.pretrained = partial(load_weights, folder=folder, rename=rename)
     return model
 

@@ -1,7 +1,7 @@
 """Checkpoints of a run: shard files of slices, an index of the slices, and a manifest that is written last."""
 
 from storage.checkpoints.checkpoints import Checkpoints, Known, Listed, Part, ShardReceipt
-from storage.checkpoints.export import EXPORTED, has_average
+from storage.checkpoints.export import EXPORTED, Names, has_average
 from storage.checkpoints.manifest import DAMAGED, INDEX, MANIFEST, Manifest, Stored
 from storage.checkpoints.reader import Reader, Verified
 
@@ -14,6 +14,7 @@ __all__ = [
     "Known",
     "Listed",
     "Manifest",
+    "Names",
     "Part",
     "Reader",
     "ShardReceipt",

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 from blake3 import blake3
 
 from storage.checkpoints.cover import describe
-from storage.checkpoints.export import export, model_pieces
+from storage.checkpoints.export import Names, export, model_pieces
 from storage.checkpoints.index import Cut, Index, cuts_of, grouped
 from storage.checkpoints.manifest import ABOUT, DAMAGED, DELETED, INDEX, MANIFEST, Manifest
 from storage.checkpoints.reader import FETCH_BYTES, Reader, Verified, verify
@@ -291,9 +291,20 @@ class Checkpoints:
         except Damaged as error:  # the manifest or the index
             return Verified(version, 0, 0, 0, (error,))
 
-    def export(self, version: Version, destination: Path, *, average: bool = False) -> list[Path]:
-        """Writes whole tensors as ``model.safetensors`` and ``optimizer.safetensors`` into ``destination``; returns their paths."""
-        return export(self.open(version), destination, average=average)
+    def export(
+        self,
+        version: Version,
+        destination: Path,
+        *,
+        average: bool = False,
+        names: Names | None = None,
+        more: Mapping[str, bytes | Names] | None = None,
+    ) -> list[Path]:
+        """Writes whole tensors as ``model.safetensors`` and ``optimizer.safetensors`` into ``destination``; returns the paths.
+
+        ``names`` and ``more`` are as :func:`storage.checkpoints.export.export` takes them.
+        """
+        return export(self.open(version), destination, average=average, names=names, more=more)
 
     def export_model(self, version: Version, key: str, progressed: Callable[[], None] = lambda: None) -> File:
         """Creates the object ``key`` with the bytes of ``model.safetensors``, unless it is there, and returns what it is.

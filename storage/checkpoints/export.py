@@ -1,37 +1,46 @@
 """Export writes a checkpoint as ordinary safetensors files of whole tensors, which any tool reads.
 
 ``model.safetensors`` has parameters and buffers by their plain names; ``optimizer.safetensors`` has moments as ``exp_avg/<name>``
-and scalars by name.  It holds one tensor at a time in memory.  With ``average`` each parameter has the values of its average.
+and scalars by name.  It holds one tensor at a time in memory.  With ``average`` each parameter has the values of its average.  Other
+programs may want other names, or matrices transposed, so an export can have :data:`Names`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from storage.checkpoints.reader import Reader
-from storage.checkpoints.shards import Entry, aligned_order, header_of
+from storage.checkpoints.shards import ITEM_BYTES, Entry, aligned_order, header_of
 from storage.objects.port import Piece
 from storage.slices import AVERAGE, Tensor
 
 MODEL_KINDS = ("parameter", "buffer")
 EXPORTED = ("model.safetensors", "optimizer.safetensors")
-"""The files that an export writes."""
+"""The files that every export writes."""
+Names = Mapping[str, tuple[str, bool]]
+"""Maps the name of each tensor in a file to its name in the state, and says whether the matrix is transposed in the file."""
 
 
-def export(reader: Reader, destination: Path, *, average: bool = False) -> list[Path]:
-    """Writes both files into the folder ``destination``, whole or not at all; returns their paths."""
+def export(
+    reader: Reader, destination: Path, *, average: bool = False, names: Names | None = None, more: Mapping[str, bytes | Names] | None = None
+) -> list[Path]:
+    """Writes :data:`EXPORTED` into the folder ``destination``, whole or not at all; returns the paths.
+
+    The model's file has ``names``, by default those of the state.  ``more`` has other files by name: their bytes, or their tensors.
+    """
     destination.mkdir(parents=True, exist_ok=True)
-    optimizer = [tensor for tensor in reader.tensors() if tensor.kind not in (*MODEL_KINDS, "constant")]
-    aside = [destination / f".{name}.partial" for name in EXPORTED]
-    for path, pieces in zip(aside, (model_pieces(reader, average=average), _pieces(reader, optimizer)), strict=True):
-        with open(path, "wb") as file:
+    optimizer = [(_key(tensor), tensor, False) for tensor in reader.tensors() if tensor.kind not in (*MODEL_KINDS, "constant")]
+    contents = dict(zip(EXPORTED, (model_pieces(reader, average=average, names=names), _pieces(reader, optimizer)), strict=True))
+    for name, each in (more or {}).items():
+        contents[name] = iter([each]) if isinstance(each, bytes) else model_pieces(reader, average=average, names=each)
+    for name, pieces in contents.items():
+        with open(destination / f".{name}.partial", "wb") as file:
             file.writelines(pieces)
-    written = [destination / name for name in EXPORTED]
-    for path, final in zip(aside, written, strict=True):
-        os.replace(path, final)
-    return written
+    for name in contents:
+        os.replace(destination / f".{name}.partial", destination / name)
+    return [destination / name for name in contents]
 
 
 def has_average(reader: Reader) -> bool:
@@ -39,24 +48,31 @@ def has_average(reader: Reader) -> bool:
     return any(tensor.kind == AVERAGE for tensor in reader.tensors())
 
 
-def model_pieces(reader: Reader, *, average: bool = False) -> Iterator[Piece]:
-    """Yields the bytes of ``model.safetensors``."""
+def model_pieces(reader: Reader, *, average: bool = False, names: Names | None = None) -> Iterator[Piece]:
+    """Yields the bytes of ``model.safetensors``, or of a file of the model's tensors that has ``names``."""
     averages = {tensor.name: tensor for tensor in reader.tensors() if average and tensor.kind == AVERAGE}
-    model = [tensor for tensor in reader.tensors() if tensor.kind in MODEL_KINDS]
-    chosen = [averages.get(tensor.name, tensor) if tensor.kind == "parameter" else tensor for tensor in model]
-    return _pieces(reader, chosen, by_name=True)
+    model = {tensor.name: tensor for tensor in reader.tensors() if tensor.kind in MODEL_KINDS}
+    model |= {name: averages[name] for name, tensor in model.items() if tensor.kind == "parameter" and name in averages}
+    chosen = {name: (name, False) for name in model} if names is None else names
+    return _pieces(reader, ((name, model[own], transposed) for name, (own, transposed) in chosen.items()))
 
 
-def _pieces(reader: Reader, tensors: Sequence[Tensor], *, by_name: bool = False) -> Iterator[Piece]:
-    named = ((Entry(t.name if by_name else _key(t), t.dtype, t.shape), t) for t in tensors)
-    entries = sorted(named, key=lambda pair: (aligned_order(pair[0]), pair[0].key))
-    yield header_of([entry for entry, _ in entries], {"format": "pt"})
-    for _, tensor in entries:
+def _pieces(reader: Reader, tensors: Iterable[tuple[str, Tensor, bool]]) -> Iterator[Piece]:
+    named = [(Entry(key, each.dtype, each.shape[::-1] if turned else each.shape), each, turned) for key, each, turned in tensors]
+    named.sort(key=lambda found: (aligned_order(found[0]), found[0].key))
+    yield header_of([entry for entry, _, _ in named], {"format": "pt"})
+    for _, tensor, turned in named:
         for _, data in reader.read([tensor.whole()]):
-            yield data
+            yield _transposed(data, tensor) if turned else data
+
+
+def _transposed(data: bytearray | memoryview, matrix: Tensor) -> bytes:
+    import numpy as np  # who lists checkpoints needs none
+
+    return np.frombuffer(data, f"V{ITEM_BYTES[matrix.dtype]}").reshape(matrix.shape).T.tobytes()
 
 
 def _key(tensor: Tensor) -> str:
-    if tensor.kind in (*MODEL_KINDS, "scalar"):
+    if tensor.kind == "scalar":
         return tensor.name
     return f"{tensor.kind.removeprefix('moment.')}/{tensor.name}"

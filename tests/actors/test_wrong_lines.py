@@ -58,7 +58,7 @@ def test_checks_that_fail_end_the_cluster_that_starts_meanwhile(job: str, tmp_pa
     command = Command(tmp_path, "train", job, "--address", "local", "--model", "elastic.models.llama:build", "--model-args.heads", "3")
     assert command.wait() == 1, command.text
     assert command.text.index("a Ray cluster starts on this machine") < command.text.index("elastic: job.toml with --model-args.heads: ")
-    until(lambda: not [each for each in processes(str(tmp_path)) if "gcs_server" in each.command or "raylet" in each.command.split()[0]])
+    until(lambda: not [each for each in processes(str(tmp_path)) if "gcs_server" in each.command or "raylet/raylet" in each.command])
 
 
 @pytest.mark.parametrize("command", [["train", "--local"], ["status", "--once"], ["checkpoint", "ls"]], ids=lambda words: words[0])

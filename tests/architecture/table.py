@@ -317,6 +317,7 @@ BOUNDARIES = {
     "elastic/train/trial.py": "whatever the user's code raises in plain torch it raises again in a step, or it becomes a sentence",
     "elastic/train/spare_time.py": "whatever the user's code raises while a spare validates is noted, and tried again",
     "elastic/train/errands.py": "whatever the user's model raises while it writes text is noted, and tried again",
+    "elastic/train/published.py": "whatever the user's model or dataset raises while an export is made, the weights are written",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
     "elastic/train/microbatch.py": "whatever the user's model or loss raises with tensors that have no values becomes a sentence",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import ray
 
 from actors import cluster
+from elastic.control.run import Finished
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, Refused
 from elastic.job import Job
+from elastic.protocol.commit_record import out_of_patience
 from elastic.report.story import Line, Sentence
 from elastic.runs import alone, code, owed
-from elastic.runs.resume import Start, rewind
+from elastic.runs.resume import Start, impatient, rewind
 from elastic.runs.run import LOCAL, Run
 from storage.errors import Exists
 from storage.journal import latest_claim
@@ -110,12 +112,18 @@ def note_code(run: Run, checked: Checked, show: Show) -> None:
         show(Sentence(time.time(), said))
 
 
-def finished(job: Job) -> str:
-    """Returns the sentence that all of a run is done, or "".  Whether a sink has all of its rows is known to no command.
+def finished(job: Job, held_out: str | None = None) -> tuple[str, int] | None:
+    """Returns the sentence that all of a run is done, and its last step; None if it is not, or as far as is known without ``held_out``.
 
-    Raises as :meth:`Run.look`.
+    A coordinator that begins ends such a run as well; ``held_out`` are the samples of its validation.  Whether a sink has all of its rows
+    is known to no command.  Raises as :meth:`Run.look`.
     """
     run = Run.look(job, branch=Run.has_saved_nothing(job))
-    newest = run.newest()
-    done = newest is not None and newest.step >= job.steps and not job.metrics.sinks and not owed.debts(run)
-    return f"finished: step {newest.step} is in the bucket" if newest and done else ""
+    newest, end = run.newest(), run.end()
+    last, why = (end.step or job.steps, end.why) if isinstance(end, Finished) else (job.steps, "")
+    found = impatient(run, run.standing(0, 0.0).history.lineage, held_out) if held_out is not None else None
+    if found is not None and found[1] < last:
+        last, why = found[1], out_of_patience(job.validation.patience, job.validation.min_delta, *found)
+    if newest is None or newest.step < last or job.metrics.sinks or owed.debts(run):
+        return None
+    return f"finished: step {newest.step} is in the bucket{f': {why}' if why else ''}", newest.step

@@ -59,12 +59,12 @@ from elastic.protocol.events import (
     Tick,
     parts,
 )
-from elastic.report.best import best, enough
+from elastic.report.best import best, mark
 from elastic.report.story import Story
 from elastic.runs import restarts
 from elastic.runs.deleted import put_back
 from elastic.runs.metrics import Recorder
-from elastic.runs.resume import measured, over_fits
+from elastic.runs.resume import impatient, measured, over_fits
 from elastic.runs.run import Run
 from elastic.threads import go_or_end, keep_going
 from storage.errors import Deposed, Exists, Unavailable
@@ -211,7 +211,11 @@ class Coordinator:
         found = measured(self.run, state.history.lineage, reference.held_out)
         if top := best(found):
             score = Score(top.version, Validated(top.loss, 1), reference.held_out)
-            state = replace(state, enough=enough(found, self.job.validation.patience), history=replace(state.history, best=score))
+            state = replace(state, history=replace(state.history, best=score))
+        if self.rules.patience and (last := mark(found, self.rules.min_delta)):
+            state = replace(state, mark=Score(last.version, Validated(last.loss, 1), reference.held_out))
+        if over := impatient(self.run, state.history.lineage, reference.held_out):
+            state = replace(state, enough=over[1])
         return replace(state, incarnation=incarnation, members=replace(state.members, reference=reference))
 
     def _ship(self, timeout_s: float) -> bool:

@@ -145,16 +145,15 @@ def launch(
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             check_place("bucket", job.bucket)
         _tell(show, branches.write_anew(job := _settled(job)))
-        start = start_of(job, resume)
-        job = start.job
+        job = (start := start_of(job, resume)).job
         if asked := branch or start.at is not None:
             Run.begun(job)
         if (coordinator := None if address else _at_its_cluster(job, show, local=local)) is not None:  # its folder may be gone
             _refuse_change(job, asked or accept_code)
             requests.note()
             return _attached(job, coordinator, requests, show, look)
-        if not local and not asked and (said := finished(job)):
-            return _result(job, "Finished", said, job.steps)
+        if not local and not asked and (done := finished(job)) is not None:
+            return _result(job, "Finished", *done)
         objects = [] if local else pack(job)
         checked = _checked(job, address, show, local=local, branch=asked, accept_code=accept_code, start=start)
         branch = asked or Run.has_saved_nothing(job)
@@ -165,13 +164,14 @@ def launch(
             return _result(job, *run_local(job, show, partial(begin_here, start, checked, show, branch), checked.build))
         run = Run.look(job, branch=branch)
         run.check_local()
+        if not asked and (done := finished(job, checked.build.held_out)) is not None:
+            return _result(job, "Finished", *done)
         seen = run.latest_claim()
         _connect(job, address, requests, show)
         if _lives_here(job):
             _refuse_change(job, asked or accept_code)
             branch = asked
-        start = replace(start, job=_heeding_the_driver(job, show))
-        return _follow(start, checked, objects, requests, show, look, seen, again, branch)
+        return _follow(replace(start, job=_heeding_the_driver(job, show)), checked, objects, requests, show, look, seen, again, branch)
 
 
 def _checked(job: Job, address: str | None, show: Show, *, local: bool, **how: Any) -> Checked:

@@ -449,6 +449,7 @@ class Job(Part):
             validates_last=self.validates(self.steps),
             validate_every=self.validation.every if self.validation.patience else 0,
             patience=self.validation.patience,
+            min_delta=self.validation.min_delta,
             spares=self.workers.spares,
             watch=WatchRule(**self.watch.model_dump(exclude={"every", "max_restarts"})),
             keep=self.keep(),

@@ -301,12 +301,13 @@ def _groups(optim: Optim) -> Iterator[str]:
 
 
 def idle(job: Job) -> Iterator[str]:
-    """Yields a sentence for each setting that has no effect because what it belongs to is turned off.
+    """Yields a sentence for each setting that has no effect because what it belongs to is turned off, or less than one may expect.
 
     Such a setting is no error: who turns something off for one run, by one word, leaves the rest of the file as it is.
     """
     off = {
         "spikes.action = 'none'": (job.spikes.action == "none", "spikes", ("z", "window")),
+        "validation.patience = 0": (not job.validation.patience, "validation", ("min_delta",)),
         "watch.every = 0": (not job.watch.every, "watch", ("patience", "vanishing", "exploding", "stationary")),
         "copies.copy_every = 0": (job.copies.copy_every == 0, "copies", ("cross_zone", "link_share")),
         "copies.buddy_every = 0": (job.copies.copy_every != 0 and job.copies.buddy_every == 0, "copies", ("cross_zone", "link_share")),
@@ -325,6 +326,11 @@ def idle(job: Job) -> Iterator[str]:
         yield (
             "checkpoint.keep_best = true while validation.every = 0: until something was validated nobody knows which is the best, so no "
             "checkpoint is deleted; change one of them, if that is too much"
+        )
+    if job.optim.average and job.validation.every:
+        yield (
+            f"optim.average = {job.optim.average:g} with validation.every = {job.validation.every}: the run validates its weights, "
+            f"not their average, and so the best one is found; `elastic evaluate --average` measures the average"
         )
 
 

@@ -82,6 +82,8 @@ class Validation(Part):
     """Number of validations in a row without a smaller loss than the best one after which the run ends, with the checkpoint of that
     step.  With a larger number, or 0, it goes on from there.  0: never.
     """
+    min_delta: Free[Annotated[Number, Field(ge=0)]] = 0.0
+    """A loss counts for ``patience`` only if it is smaller than the best one that counted by more than this."""
     samples: Free[Annotated[Whole, Field(ge=0)]] = 0
     """Number of samples, the first ones of the dataset.  0: all."""
     dataset: Free[Code | Literal[""]] = ""

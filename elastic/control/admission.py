@@ -14,11 +14,11 @@ from elastic.ids import NodeId, WorkerId
 from elastic.plan.placement import same_classes
 from elastic.protocol.actions import Kill
 from elastic.protocol.builds import difference
-from elastic.protocol.events import ASKED_EARLY, Broken, Event, Fenced, Here, Joined, NodeRefused, Ready, Renewed, StepDone
+from elastic.protocol.events import ASKED_EARLY, Broken, Ends, Event, Fenced, Here, Joined, NodeRefused, Ready, Renewed, StepDone
 
 ANY_NODE = NodeId("")
 """Stands for all nodes in ``Cluster.replaced``: a world did not form, as a member says that has been in worlds before."""
-OfAGeneration = Here | Ready | StepDone | Renewed | Broken | Fenced
+OfAGeneration = Here | Ready | StepDone | Ends | Renewed | Broken | Fenced
 
 # ---- events
 

@@ -24,7 +24,7 @@ from elastic.control.decision import Transition
 from elastic.control.deltas import SAME, delta, patched
 from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
-from elastic.control.run import Forming, RunState
+from elastic.control.run import Finished, Forming, RunState
 from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (
@@ -71,8 +71,10 @@ SELDOM = {
 QUIET: Mapping[type, tuple[str, ...]] = {
     StepDone: ("metrics", "quarantined", "quarantined_by"),
     SaveFailed: ("full",),
-    RunState: ("enough",),
-    Rules: ("patience", "validate_every"),
+    RunState: ("enough", "why", "left", "mark"),
+    Finished: ("step", "why"),
+    Plan: ("ends", "best"),
+    Rules: ("patience", "validate_every", "min_delta"),
     Retain: ("at_once",),
 }
 """Fields that are left out where they say nothing."""
@@ -336,7 +338,7 @@ def encode(value: object, told: Told | None = None) -> Json:
         return {"$": "Outcome", **rest, **layers, PACKED: packed.pack(value.losses, value.counts, value.samples)}
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} has no form in the journal: {value!r}")
-    silent = [name for name in QUIET.get(kind, ()) if not getattr(value, name)]
+    silent = [name for name in QUIET.get(kind, ()) if getattr(value, name) == getattr(kind, name)]
     parts = {name: getattr(value, name) for name in _hints(kind) if name not in silent}
     return {"$": kind.__name__, **{name: each if type(each) in PLAIN else encode(each, told) for name, each in parts.items()}}
 

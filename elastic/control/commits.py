@@ -12,21 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isnan
 
-from elastic.control import copy_inventory, saves
+from elastic.control import copy_inventory, edges, saves
 from elastic.control.decision import Decision
 from elastic.control.health import watch
 from elastic.control.liveness import stepped
-from elastic.control.run import Answer, Running, Stopping
+from elastic.control.run import Answer, Forming, Running, Stopping
 from elastic.ids import Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.actions import Pause
-from elastic.protocol.commit_record import GO_ON, Outcome, Score, Validated, out_of_patience, told_of
+from elastic.protocol.commit_record import ENDS, GO_ON, Outcome, Score, Validated, better_of, gives_up, out_of_patience, told_of
 from elastic.protocol.copy_schedule import due
-from elastic.protocol.events import Evaluated, StepDone
+from elastic.protocol.events import Ends, Evaluated, StepDone
 from elastic.protocol.plan import Plan
 
 # ---- commits that are told
@@ -84,6 +83,8 @@ def committed(decision: Decision, outcome: Outcome) -> None:
     copy_inventory.committed(decision, outcome, run)
     if version.step > history.furthest.step:
         decision.know("history", furthest=version, fruitless=0)
+    if outcome.boundary == ENDS:
+        _know_the_end(decision, outcome.step)
     if saves.begins(outcome, decision.rules.save_every, decision.rules.target_step):
         saves.begin(decision, outcome)
     elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
@@ -92,6 +93,30 @@ def committed(decision: Decision, outcome: Outcome) -> None:
             "training goes on, and the save follows as soon as there is room"
         )
         saves.tell(decision)  # in case a member waits for a save that nobody knows of any more
+
+
+def ends(decision: Decision, event: Ends) -> None:
+    """Takes note that the loop of a member has ended the run at a step, or asks for it.
+
+    Whoever left a step behind takes part in no later commit, so the step is the last one for all, also in a later world.
+    """
+    if event.why and not decision.run.why:
+        decision.know(why=event.why)
+        decision.say(f"the loop of {event.worker} ends the run: {event.why}")
+    if event.step:
+        if not event.patience:
+            _know_the_end(decision, event.step)
+        decision.know(left=tuple(dict.fromkeys((*(decision.run.left or ()), event.worker))))
+        if isinstance(decision.run.state, Forming):
+            edges.stop(decision, f"the loop of {event.worker} left step {event.step} behind when its world broke")
+
+
+def _know_the_end(decision: Decision, step: int) -> None:
+    """Takes note, durably, that the loop has made ``step`` the last one."""
+    if decision.run.enough != step:
+        decision.know(enough=step, why=decision.run.why or "the loop was left")
+        decision.durable = True
+        decision.say(f"step {step} is the last: {decision.run.why}")
 
 
 def evaluated(decision: Decision, event: Evaluated) -> None:
@@ -112,21 +137,24 @@ def _validated(decision: Decision, version: Version, found: Validated) -> None:
     """Takes note of a validation, and says whether it is the best so far; a version that was abandoned is none."""
     history, score = decision.run.history, Score(version, found, decision.run.members.reference.held_out)
     known = history.best
-    best = known if known is not None and history.contains(known.version) and known.held_out == score.held_out else None
-    is_best = not isnan(found.mean) and (best is None or isnan(best.found.mean) or found.mean < best.found.mean)
-    decision.know("history", validated=score, best=score if is_best or best is None else best)
-    against = "" if is_best or best is None else f"; the best is {best.found.mean:.6g} after step {best.version.step}"
+    best = better_of(known if known is not None and history.contains(known.version) and known.held_out == score.held_out else None, score)
+    decision.know("history", validated=score, best=best)
+    if decision.rules.patience:
+        mark = decision.run.mark or known
+        on_line = mark is not None and history.contains(mark.version) and mark.held_out == score.held_out
+        decision.know(mark=better_of(mark if on_line else None, score, decision.rules.min_delta))
+    against = "" if best is score else f"; the best is {best.found.mean:.6g} after step {best.version.step}"
     decision.say(f"{told_of(version.step, found)}{against}")
     _count_the_worse(decision, version.step)
 
 
 def _count_the_worse(decision: Decision, step: int) -> None:
     """Takes note that the validation after ``step`` was the last one for which the run has patience."""
-    best, every, patience = decision.run.history.best, decision.rules.validate_every, decision.rules.patience
-    if not patience or decision.run.enough or best is None or step // every - best.version.step // every < patience:
+    mark, rules = decision.run.mark, decision.rules
+    if decision.run.enough or mark is None or not gives_up(mark, step, rules.validate_every or 1, rules.patience):
         return
     decision.know(enough=step)
-    decision.say(out_of_patience(patience, best.version.step, step))
+    decision.say(out_of_patience(rules.patience, rules.min_delta, mark.version.step, step))
 
 
 def _watch(decision: Decision, outcome: Outcome) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from elastic.control import admission, copy_inventory, membership, saves
 from elastic.control.decision import Decision, count, names
 from elastic.control.liveness import begun
+from elastic.control.rules import Rules
 from elastic.control.run import (
     NEVER,
     Failed,
@@ -23,6 +24,7 @@ from elastic.control.run import (
     Finishing,
     Forming,
     Running,
+    RunState,
     Saves,
     State,
     Stopped,
@@ -103,6 +105,7 @@ def _take_up(decision: Decision, plan: Plan) -> None:
     proven = not lineage.contains(line, plan.version)  # by copies alone: the version is later than every commit that was reported
     decision.know(
         generation=plan.generation,
+        left=None,
         skips=run.skips.cut(plan.version.step),
         saves=Saves(tuple(each for each in run.saves.pending if lineage.contains(plan.lineage, each.version))),
     )
@@ -156,18 +159,28 @@ def go(decision: Decision, plan: Plan) -> None:
     copy_inventory.pair(decision, plan)
     decision.do(Go(plan.generation, plan.members))
     decision.say(f"generation {plan.generation} runs")
-    if plan.version.step >= decision.rules.target_step:
-        saves.begin_again(decision, plan)
+    if plan.version.step >= (plan.ends or decision.rules.target_step):
+        saves.begin_again(decision, plan, plan.version)
         finish(decision, plan)
     else:
         enter(decision, Running(plan, decision.now))
 
 
+def is_done(run: RunState, plan: Plan, rules: Rules) -> bool:
+    """Returns whether the world of ``plan`` makes no more steps: it knew the last one, or the loops of all members have ended the run."""
+    return run.step >= (plan.ends or rules.target_step) or (
+        run.left is not None and 0 < run.enough <= run.step and {*plan.members} <= {*run.left}
+    )
+
+
 def finish(decision: Decision, plan: Plan) -> None:
-    """Enters ``Finishing``: the target step is committed, and only its checkpoint is missing.
+    """Enters ``Finishing``: the last step is committed, and only its checkpoint is missing.  A loop that ends the run has begun its save.
 
     A bucket that refuses an earlier save already is waited for from now on.
     """
+    run = decision.run
+    if run.step < decision.rules.target_step and run.version not in run.history.saved and run.saves.find(run.version) is None:
+        saves.begin_again(decision, plan, run.version)
     pending = (each if each.refused_at is None else replace(each, refused_at=decision.now) for each in decision.run.saves.pending)
     decision.know(saves=Saves(tuple(pending)))
     enter(decision, Finishing(plan, decision.now + decision.rules.stop_s))
@@ -225,6 +238,13 @@ def stop_unread(decision: Decision, plan: Plan) -> None:
 
 
 # ---- the ends
+
+
+def finished(decision: Decision, sentence: str, more: str = "") -> None:
+    """Ends a run whose last step is in the bucket."""
+    run, step = decision.run, saves.last_step(decision.run, decision.rules)
+    early = Finished(step, run.why) if run.why and step < decision.rules.target_step else Finished()
+    end(decision, early, f"{sentence}{f': {early.why}' if early.why else ''}{more}")
 
 
 def end(decision: Decision, state: Finished | Stopped | Failed, sentence: str = "") -> None:

@@ -1,10 +1,10 @@
-"""Finishing: the target step is committed, and the run ends once its checkpoint is in the bucket."""
+"""Finishing: the last step is committed, and the run ends once its checkpoint is in the bucket."""
 
 from __future__ import annotations
 
 from elastic.control import edges, stopping
 from elastic.control.decision import Decision
-from elastic.control.run import Finished, Finishing
+from elastic.control.run import Finishing
 from elastic.control.saves import patient_until, refused_until, target_is_saved
 
 
@@ -17,7 +17,7 @@ def go_on(decision: Decision, state: Finishing) -> None:
     elif saved:
         owed = decision.rules.validates_last and not _is_validated(decision)
         lost = "; the validation after it was cut off, and `elastic evaluate` can make it" if owed else ""
-        edges.end(decision, Finished(), f"finished at step {run.step}{lost}")
+        edges.finished(decision, f"finished at step {run.step}", lost)
     elif run.saves.find(run.version) is None:
         edges.stop(decision, "the last checkpoint cannot become complete")
     elif decision.due(patient_until(decision, state.deadline)):

@@ -38,6 +38,7 @@ from elastic.protocol.events import (
     Beat,
     Broken,
     Capacity,
+    Ends,
     Evaluated,
     Event,
     Fact,
@@ -108,10 +109,7 @@ def _take(decision: Decision, event: Fact) -> None:
         case Starting():
             membership.starting(decision, event)
         case StartFailed():
-            asked = event.worker in decision.run.members.starting
-            membership.start_failed(decision, event)
-            if asked and event.misset is not None:
-                admission.replaced(decision, event.misset, (event.worker,), f"{event.worker} did not start: {event.reason}")
+            _start_failed(decision, event)
         case NodeFound():
             admission.node_found(decision, event.node)
         case NodeRefused():
@@ -130,6 +128,8 @@ def _take(decision: Decision, event: Fact) -> None:
             forming.ready(decision, event)
         case StepDone():
             commits.step_done(decision, event)
+        case Ends():
+            commits.ends(decision, event)
         case Renewed():
             _renewed(decision, event)
         case Beat():
@@ -158,6 +158,13 @@ def _take(decision: Decision, event: Fact) -> None:
             takeover.stood(decision, event)
         case _:
             assert_never(event)
+
+
+def _start_failed(decision: Decision, event: StartFailed) -> None:
+    asked = event.worker in decision.run.members.starting
+    membership.start_failed(decision, event)
+    if asked and event.misset is not None:
+        admission.replaced(decision, event.misset, (event.worker,), f"{event.worker} did not start: {event.reason}")
 
 
 def _go_on(decision: Decision) -> None:

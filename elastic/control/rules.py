@@ -76,6 +76,8 @@ class Rules:
     """Number of steps between validations, if ``patience`` counts them."""
     patience: int = 0
     """Number of validations in a row without a better one that end the run; 0 means that none do."""
+    min_delta: float = 0.0
+    """The difference by which a loss must be smaller than the best one so far to be better, for ``patience``."""
     reproducible: bool = True
     """True if only workers of one kind may be members, because other kinds do not give equal bits."""
 

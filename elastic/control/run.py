@@ -109,7 +109,10 @@ class Finishing:
 
 @dataclass(frozen=True)
 class Finished:
-    """The target step is in the bucket."""
+    """The last step is in the bucket: the target step, or ``step`` if the loop ended the run before, for the reason ``why``."""
+
+    step: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,7 @@ class Worker:
     kind: str
     joined_at: float
     holdings: tuple[Holding, ...] = ()
-    unfit: str = ""
-    """The reason why the worker cannot take part any more and is replaced; "" while it is fit."""
+    unfit: str = ""  # the reason why the worker cannot take part any more and is replaced; "" while it is fit
     host: str = ""
     least_shard: int = 1  # the smallest shard degree at which a member fits its device
     states: float = 0.0
@@ -163,10 +165,8 @@ class Members:
     """The workers in the order in which they joined."""
     starting: dict[WorkerId, float] = field(default_factory=dict)
     """Workers that were asked for and have not joined yet, and when each was asked for."""
-    next_worker: int = 1
-    """The number of the next worker; no number is used twice."""
-    start_after: float = 0.0
-    """No worker is asked for before this time."""
+    next_worker: int = 1  # the number of the next worker; no number is used twice
+    start_after: float = 0.0  # no worker is asked for before this time
     reference: Build = field(default_factory=Build)
     """The build that the job was checked with; every worker must have the same."""
     classes: tuple[Tensor, ...] = ()
@@ -429,8 +429,7 @@ class RunState:
     """The coordinator's whole knowledge of a run; each event replaces it."""
 
     incarnation: int
-    generation: int
-    """The highest generation that was begun."""
+    generation: int  # the highest generation that was begun
     state: State
     members: Members = field(default_factory=Members)
     cluster: Cluster = field(default_factory=Cluster)
@@ -439,13 +438,14 @@ class RunState:
     copies: CopyInventory = field(default_factory=CopyInventory)
     watch: Watch = field(default_factory=Watch)
     takeover: Takeover = field(default_factory=Takeover)
-    stop: str = ""
-    """The reason why the run is to stop; "" if nobody asked for it."""
-    gave_up: str = ""
-    """The reason why the run ends as failed once it has stopped; "" if it does not."""
+    stop: str = ""  # the reason why the run is to stop; "" if nobody asked for it
+    gave_up: str = ""  # the reason why the run ends as failed once it has stopped; "" if it does not
     health: Health = field(default_factory=Health)
     skips: Skips = field(default_factory=Skips)
-    enough: int = 0  # the step whose validation was the last one for which the run had patience: its checkpoint is the last one
+    enough: int = 0  # the last step of a run that ends before the target step, since its loop or its patience is over; 0: it does not
+    mark: Score | None = None  # the validation by which the patience is measured: the last one that was better by ``min_delta``
+    why: str = ""  # the reason why the loop ended the run; "" if it has not
+    left: tuple[WorkerId, ...] | None = None  # the members whose loops have left that step behind, if any: they make no later one
 
     @staticmethod
     def begin(

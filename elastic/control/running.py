@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic.control import edges, growth, stopping
 from elastic.control.decision import Decision, names
+from elastic.control.liveness import Stall
 from elastic.control.run import Running
 from elastic.control.saves import target_is_saved
 from elastic.control.seating import candidates, layout_of
@@ -12,16 +13,25 @@ from elastic.protocol.plan import Plan
 
 def go_on(decision: Decision, state: Running) -> None:
     run, plan = decision.run, state.plan
-    if run.step >= decision.rules.target_step:
+    if edges.is_done(run, plan, decision.rules):
         edges.finish(decision, plan)
-    elif run.enough and target_is_saved(run, decision.rules):
+    elif 0 < run.enough < run.step and target_is_saved(run, decision.rules):
         edges.stop(decision, f"the last checkpoint, of step {run.history.saved[-1].step}, is in the bucket")
     elif run.stop:
         edges.pause(decision, f"stop asked for ({run.stop})", save=True)
     elif stalled := stopping.stands_still(decision, plan):
-        stopping.unblock(decision, stalled)
-    elif len(run.workers) > len(plan.members):
+        _all_end_or(decision, stalled)
+    elif len(run.workers) > len(plan.members) and not run.left:
         _grow(decision, plan)
+
+
+def _all_end_or(decision: Decision, stalled: Stall) -> None:
+    """Ends a world that stands still.  If some loops have ended the run and others wait for them, the next world ends it for all."""
+    run = decision.run
+    if not run.left or not run.enough:
+        return stopping.unblock(decision, stalled)
+    fix = "all end there; `ctx.stop(reason)` before `step.commit()` ends all loops at once"
+    edges.stop(decision, f"the loop of {names(run.left)} ended the run after step {run.enough} and the others wait for it: {fix}")
 
 
 def _grow(decision: Decision, plan: Plan) -> None:

@@ -64,10 +64,10 @@ def _begin_of_old(decision: Decision, version: Version, plan: Plan) -> None:
         _forget(decision, version, known.failed)
 
 
-def begin_again(decision: Decision, plan: Plan) -> None:
-    """Begins the save of the plan's version again, with the members of a later world.  A manifest that was asked for still counts."""
-    known = decision.run.saves.find(plan.version)
-    again = Saving(plan.version, plan.members, asked=known is not None and known.asked, by=plan.generation)
+def begin_again(decision: Decision, plan: Plan, version: Version) -> None:
+    """Begins the save of ``version`` again, with the members of ``plan``.  A manifest that was asked for still counts."""
+    known = decision.run.saves.find(version)
+    again = Saving(version, plan.members, asked=known is not None and known.asked, by=plan.generation)
     if not by_members(decision.run):
         again = replace(again, layout=plan.layout, nodes=plan.nodes, heard_at=decision.now)
     _put(decision, again)
@@ -288,8 +288,13 @@ def retained(run: RunState) -> Retain:
 
 
 def target_is_saved(run: RunState, rules: Rules) -> bool:
-    """Returns whether the target step is in the bucket, or the step at which the run has lost patience."""
-    return bool(run.history.saved) and run.history.saved[-1].step >= min(rules.target_step, run.enough or rules.target_step)
+    """Returns whether the last step is in the bucket."""
+    return bool(run.history.saved) and run.history.saved[-1].step >= last_step(run, rules)
+
+
+def last_step(run: RunState, rules: Rules) -> int:
+    """Returns the last step of the run: the target step, or the one at which its loop or its patience ends it before."""
+    return min(rules.target_step, run.enough or rules.target_step)
 
 
 def damaged(decision: Decision, version: Version, detail: str) -> None:

@@ -23,6 +23,7 @@ from elastic.plan.placement import padding
 from elastic.plan.seats import seat
 from elastic.plan.transfer import LIVE, Holding, covered, newest_covered
 from elastic.protocol import lineage
+from elastic.protocol.commit_record import Score
 from elastic.protocol.plan import Plan
 from storage.slices import Tensor
 
@@ -164,7 +165,16 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         buddied=buddied,
         zero=2 if _may_gather_once(run.members, members, layout) else None,
         lineage=copy_inventory.line_of(run, source.version),
+        ends=run.enough,
+        best=_best(run, source.version) if rules.patience else None,
     )
+
+
+def _best(run: RunState, version: Version) -> Score | None:
+    """Returns the validation up to ``version`` by which patience is measured, on the samples that are held out now."""
+    best = run.mark or run.history.best
+    known = best is not None and best.held_out == run.members.reference.held_out and run.history.contains(best.version)
+    return best if known and best is not None and best.version.step <= version.step else None
 
 
 def held_by(run: RunState, members: Sequence[WorkerId]) -> list[Holding]:

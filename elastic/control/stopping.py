@@ -14,7 +14,7 @@ from elastic.control import admission, commits, copy_inventory, edges, membershi
 from elastic.control.commits import Settlement, newest, settle
 from elastic.control.decision import Decision, names
 from elastic.control.liveness import Stall, silence, silent, stall
-from elastic.control.run import Answer, Failed, Finished, Finishing, Forming, JobFailure, Running, RunState, Stopping, Waiting
+from elastic.control.run import Answer, Failed, Finishing, Forming, JobFailure, Running, RunState, Stopping, Waiting
 from elastic.ids import NodeId, WorkerId
 from elastic.protocol.actions import Fence, Pause, Settle
 from elastic.protocol.events import DIFFER, Broken, Fenced, StopRequested
@@ -218,7 +218,7 @@ def fenced(decision: Decision, event: Fenced) -> None:
 
 
 def go_on(decision: Decision, state: Stopping) -> None:
-    if state.planned and decision.run.step >= decision.rules.target_step:
+    if state.planned and edges.is_done(decision.run, state.plan, decision.rules):
         return edges.finish(decision, state.plan)
     if state.planned and state.pending:
         stalled = stands_still(decision, state.plan)
@@ -348,7 +348,7 @@ def _next(decision: Decision, state: Stopping) -> None:
         reason = f"{found}, as {who} found" if failures[-1].signature == DIFFER else f"job error: {found}, again on {who}"
         edges.end(decision, Failed(reason, state.job_error))
     elif saves.target_is_saved(run, rules):
-        edges.end(decision, Finished(), f"finished at step {run.history.saved[-1].step}")
+        edges.finished(decision, f"finished at step {run.history.saved[-1].step}")
     elif run.stop:
         edges.end_as_asked(decision)
     elif fruitless > rules.max_fruitless:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from elastic.control import edges, membership
 from elastic.control.decision import Decision, count
 from elastic.control.growth import expects_more
-from elastic.control.run import Failed, Finished, Refusal, Waiting
+from elastic.control.run import Failed, Refusal, Waiting
 from elastic.control.saves import target_is_saved
 from elastic.control.seating import candidates, layout_of, least_shard, make_plan
 from elastic.ids import NodeId, WorkerId
@@ -20,7 +20,7 @@ def go_on(decision: Decision, state: Waiting) -> None:
     there, waited = candidates(run, rules), decision.due(max(state.since, run.takeover.blind_until) + rules.wait_s)
     begun = run.members.seats or run.takeover.unread  # unread: a coordinator whose journal could not be read may have begun
     if target_is_saved(run, rules):
-        edges.end(decision, Finished(), f"finished: step {run.history.saved[-1].step} is in the bucket")
+        edges.finished(decision, f"finished: step {run.history.saved[-1].step} is in the bucket")
     elif run.stop:
         edges.end_as_asked(decision)
     elif not begun and (split := [refusal for refusal in run.cluster.refused.values() if refusal.shared]):

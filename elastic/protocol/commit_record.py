@@ -20,6 +20,7 @@ import sys
 from array import array
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
+from math import isnan
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -28,8 +29,11 @@ from elastic.plan.batch import Deal, deal_of, resized
 from elastic.plan.layout import Layout
 from elastic.plan.placement import reporters
 
-GO_ON, PAUSE, SAVE_AND_PAUSE = 0, 1, 2
-"""The requests that a member may make for the boundary after this step; the greatest of all members' requests counts."""
+GO_ON, PAUSE, SAVE_AND_PAUSE, ENDS = 0, 1, 2, 3
+"""The requests that a member may make for the boundary after this step; the greatest of all members' requests counts.
+
+ENDS makes this step the last one of the run, as the loop of a member asks (``ctx.stop()``).
+"""
 NO_SAVE, DUE, LAST = 0, 1, 2
 """The requests that a member may make to save the state after this step to the bucket.
 
@@ -169,14 +173,30 @@ class Spike:
     """True if the step changes no weights."""
 
 
+def better_of(known: Score | None, score: Score, min_delta: float = 0.0) -> Score:
+    """Returns ``score`` if its loss is smaller than that of ``known`` by more than ``min_delta``, else ``known``.
+
+    What is no number is never the better one.
+    """
+    found = score.found.mean
+    is_better = not isnan(found) and (known is None or isnan(known.found.mean) or found < known.found.mean - min_delta)
+    return score if is_better or known is None else known
+
+
+def gives_up(best: Score, step: int, every: int, patience: int) -> bool:
+    """Returns whether the validation after ``step``, of those after every so many steps, is the last one for which there is patience."""
+    return 0 < patience <= step // every - best.version.step // every
+
+
 def told_of(step: int, found: Validated) -> str:
     """Returns the sentence about the validation after ``step``."""
     return f"validation after step {step}: loss {found.mean:.6g} over {found.count} terms"
 
 
-def out_of_patience(patience: int, best: int, step: int) -> str:
-    """Returns the sentence about a run that ends because no validation since that after step ``best`` was better."""
-    return f"validation.patience = {patience}: no validation is better than that after step {best}, so step {step} is the last"
+def out_of_patience(patience: int, min_delta: float, best: int, step: int) -> str:
+    """Returns the sentence about a run that ends because no validation since that after step ``best`` was better by ``min_delta``."""
+    by = f" by more than validation.min_delta = {min_delta:g}" if min_delta else ""
+    return f"validation.patience = {patience}: no validation is better{by} than that after step {best}, so step {step} is the last"
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ class Copies:
 
         copied, buddied = (still(before.copied), still(before.buddied)) if before else (None, None)
         copied, buddied = known(plan.protected, copied), known(plan.buddied, buddied)
+        rule = rule._replace(target_step=min(plan.ends or rule.target_step, rule.target_step))
         cell, last = cell_of(plan.layout, plan.world_rank(worker)), plan.version.step >= rule.target_step
         own, saving = Copy(plan.version, cell), before.saving if before else ()
         saving = tuple(each for each in saving if lineage.contains(plan.lineage, each.version))  # the others were given up
@@ -172,6 +173,12 @@ class Copies:
         begun = Copy(Version(step, plan.generation), self.cell)
         sends = self.sent is not None and buddied == self.sent and _due(self.sent, step, plan.buddy_every, outcome.buddy_every)
         return replace(new, begun=begun, sent=begun if sends else self.sent, saving=(*new.saving, begun) if outcome.saves else new.saving)
+
+    def ended(self) -> Copies:
+        """Returns the copies once the loops of all members have ended the run at the present step: it is the last save."""
+        own = Copy(version_at(self.plan, self.step) or self.plan.version, self.cell)
+        saving = self.saving if own in self.saving else (*self.saving, own)
+        return replace(self, begun=own, saving=saving, rule=self.rule._replace(target_step=self.step))
 
     def promised(self, before: Copies) -> Copy | None:
         """Returns the save that the last commit began and that the next world may copy, if that world would not know of it.

@@ -199,6 +199,21 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """A member's loop ends the run before its last step.  If it has left ``step`` behind as the last one, it takes part in no later one.
+
+    With ``patience`` the validations end it.  A loop that only asks says why with step 0.  Its next commit makes that the end for all
+    members, whose loops then leave it behind.
+    """
+
+    worker: WorkerId
+    generation: int
+    step: int
+    why: str = ""
+    patience: bool = False
+
+
+@dataclass(frozen=True)
 class Renewed:
     """A member asked to prolong its lease on ``generation``, and the lease was granted."""
 
@@ -415,6 +430,7 @@ Fact = (
     | Here
     | Ready
     | StepDone
+    | Ends
     | Renewed
     | Beat
     | Broken

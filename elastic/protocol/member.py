@@ -24,7 +24,7 @@ from typing import Any
 from elastic.errors import FencedOff
 from elastic.ids import Version, WorkerId
 from elastic.plan.transfer import Holding
-from elastic.protocol.commit_record import GO_ON, PAUSE, SAVE_AND_PAUSE, Outcome
+from elastic.protocol.commit_record import ENDS, GO_ON, PAUSE, SAVE_AND_PAUSE, Outcome
 from elastic.protocol.events import Attached, Event, Fenced, StepDone
 from elastic.protocol.plan import Plan
 
@@ -134,6 +134,10 @@ class Member:
             return False
         self.boundary = max(self.boundary, SAVE_AND_PAUSE if save else PAUSE)
         return True
+
+    def end(self) -> None:
+        """Makes the next commit record end the run with its step, because the loop asks for it."""
+        self.boundary = ENDS
 
     def fence(self, generation: int, whole: bool = False) -> Fenced | None:
         """Bars ``generation``.  Returns the answer, or None if it is deferred (see :meth:`answer`) or ``generation`` is an older one.

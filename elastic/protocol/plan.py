@@ -9,6 +9,7 @@ from typing import Any
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding
+from elastic.protocol.commit_record import Score
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class Plan:
     lineage: tuple[tuple[int, int], ...] = ()
     """The generations that committed the steps up to ``version``.  The plan carries it because every other process that knew may be gone.
     """
+    ends: int = 0
+    """The last step of the run, if that ends before the job's last step; 0 if it does not."""
+    best: Score | None = None
+    """The validation by which patience is measured, if a run without patience ends where none is better for long."""
 
     @cached_property
     def ranks(self) -> dict[WorkerId, int]:

@@ -64,9 +64,18 @@ def best(found: Mapping[Version, Loss]) -> Best | None:
     return None if version is None else Best(version, losses[version], len(found) - len(counted))
 
 
-def enough(found: Mapping[Version, Loss], patience: int) -> int:
-    """Returns the step of the newest validation if it is one of ``patience`` or more in a row that are not better than the best; else 0."""
-    top, counted = best(found), sorted(comparable(found))
+def mark(found: Mapping[Version, Loss], min_delta: float) -> Best | None:
+    """Returns the last of the :func:`comparable` losses that was smaller by more than ``min_delta`` than the one before that was."""
+    last: Best | None = None
+    for version, loss in sorted(comparable(found).items()):
+        if not isnan(loss.mean) and (last is None or loss.mean < last.loss - min_delta):
+            last = Best(version, loss.mean)
+    return last
+
+
+def enough(found: Mapping[Version, Loss], patience: int, min_delta: float) -> int:
+    """Returns the step of the newest validation if it is one of ``patience`` or more in a row after the :func:`mark`; else 0."""
+    top, counted = mark(found, min_delta), sorted(comparable(found))
     worse = sum(version > top.version for version in counted) if top is not None else 0
     return counted[-1].step if 0 < patience <= worse else 0
 

@@ -84,9 +84,13 @@ class Ending:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        how = self.how if error is None else _failed(error)
-        if self.claim and how is not None:
-            end(self.store, self.name, self.claim, how)
+        self.how = self.how if error is None else _failed(error)
+        self.write()
+
+    def write(self) -> None:
+        """Writes how the process ends, if it is known by now."""
+        if self.claim and self.how is not None:
+            end(self.store, self.name, self.claim, self.how)
 
 
 def end(store: ObjectStore, name: str, incarnation: int, how: Ended) -> None:
@@ -111,9 +115,15 @@ def ended(store: ObjectStore, name: str, incarnation: int) -> Ended | None:
     with suppress(Missing, Damaged):
         about = _documents(store, name).read(incarnation)
         if about["state"] == Finished.__name__:
-            return Finished()
+            return Finished(about.get("step", 0), about.get("why", ""))
         return Failed(about["reason"], about["job_error"]) if about["state"] == Failed.__name__ else Stopped(about["reason"])
     return None
+
+
+def newest_end(store: ObjectStore, name: str) -> tuple[int, Ended | None]:
+    """Returns the newest claim whose process has said how it ended, and how it did; (0, None) if none has."""
+    number = _documents(store, name).newest()
+    return number, ended(store, name, number) if number else None
 
 
 def life_of(pid: int) -> str:

@@ -13,7 +13,7 @@ from elastic.job import Job
 from elastic.plan.stretches import ended
 from elastic.protocol import lineage
 from elastic.protocol.lineage import Lineage
-from elastic.report.best import Best, Loss, best, number_of, over_fit
+from elastic.report.best import Best, Loss, best, enough, mark, number_of, over_fit
 from elastic.runs import branches, forks, metrics
 from elastic.runs.forks import Origin
 from elastic.runs.run import Run
@@ -162,6 +162,13 @@ def measured(run: Run, line: Lineage, held_out: str) -> dict[Version, Loss]:
     """Returns the validations of the lineage ``line`` on these held-out samples, if ``validation.patience`` asks how good they were."""
     found = metrics.validations(run, line, older=False) if run.job.validation.patience else {}
     return {version: loss for version, loss in found.items() if loss.data in (0, number_of(held_out))}
+
+
+def impatient(run: Run, line: Lineage, held_out: str) -> tuple[int, int] | None:
+    """Returns the step of the last better validation, and the one at which the run lost ``validation.patience``; None if it has not."""
+    found, rule = measured(run, line, held_out), run.job.validation
+    step, top = enough(found, rule.patience, rule.min_delta), mark(found, rule.min_delta)
+    return (top.version.step, step) if step and top is not None else None
 
 
 def over_fits(run: Run) -> str:

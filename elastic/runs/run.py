@@ -333,6 +333,7 @@ class Run:
                 f"{self.job.name!r} was forked from {version} of run {origin!r}, whose checkpoint is damaged or gone, and it has no good "
                 f"one of its own; fork again, under another name, from another step"
             )
+        found = evolve(found, **self._ended_early(last, incarnation, branched, found.step))
         if last is None:
             return found
         scores = {"validated": last.history.validated, "best": last.history.best}
@@ -344,6 +345,17 @@ class Run:
         return evolve(
             found, history=evolve(found.history, **kept), health=health, skips=last.skips.resume(found.step, forgets=self.job.spikes.off)
         )
+
+    def _ended_early(self, last: RunState | None, incarnation: int, branched: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
+        """Returns what a start knows of a loop that has ended this branch of the run before its last step; ``step`` is the newest one."""
+        since = max((int(each.get("claim", 0)) for each in branched), default=0)
+        if last is not None and last.why and last.incarnation > since and last.enough >= step:
+            return {"enough": last.enough, "why": last.why}
+        if (last.incarnation if last is not None else 0) < incarnation - 1:
+            number, end = alone.newest_end(self.store, self.job.name)
+            if number > since and isinstance(end, Finished) and end.step == step > 0:
+                return {"enough": step, "why": end.why}
+        return {}
 
     def last_recorded(self) -> RunState | None:
         """Returns the state that the last coordinator wrote to the bucket, so that no number is used twice; None if there is none."""
@@ -362,7 +374,9 @@ class Run:
             return None
         claim = self.latest_claim()
         if last is None or last.incarnation < claim:
-            return alone.ended(self.store, self.job.name, claim)
+            end = alone.ended(self.store, self.job.name, claim)
+            early = isinstance(end, Finished) and end.step and (newest is None or newest.step != end.step)  # its last save has failed
+            return None if early else end
         return last.state if isinstance(last.state, TERMINAL) else None
 
     @property

@@ -93,6 +93,12 @@ class Memory:
         elif save := self.copies.promised(before):
             self.saving = save.version
 
+    def ended(self) -> None:
+        """Begins the last save of the run, unless its commit has."""
+        if self.copies is not None and (ended := self.copies.ended()).saving != self.copies.saving:
+            self.copies = ended
+            self._go_on(None)
+
     def _go_on(self, before: Copies | None) -> None:
         copies = self.copies
         if copies is None or copies.begun is None or (before is not None and before.begun == copies.begun):

@@ -39,7 +39,7 @@ from elastic.protocol.events import (
 )
 from elastic.protocol.plan import Plan
 from elastic.sim.copies import CopiesOracle
-from elastic.sim.truth import a_budget_is_spent, base_of, covers, expanded, shard_of
+from elastic.sim.truth import a_budget_is_spent, base_of, check_last_step, covers, expanded, shard_of
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -383,13 +383,13 @@ class Oracle:
     def _cannot_commit(self, plan: Plan) -> None:
         """Checks that the world of ``plan`` can commit nothing more.
 
-        One of these must be true: it was never told to go, it has reached the target step, a member is dead or fenced, or no member
-        has a lease.
+        One of these must be true: it was never told to go, its last step is reached, a member is dead, fenced or ended, or no lease runs.
         """
-        if plan.generation not in self.went or max(self.evidence[plan.generation], default=plan.version.step) >= self.sim.rules.target_step:
+        seen = max(self.evidence[plan.generation], default=plan.version.step)
+        if plan.generation not in self.went or seen >= (plan.ends or self.sim.rules.target_step):
             return
         members = [self.sim.cluster.workers[m] for m in plan.members]
-        out = any(not w.alive or w.member.fenced >= plan.generation for w in members)
+        out = any(not w.alive or plan.generation in (w.ended, w.member.fenced) or w.member.fenced > plan.generation for w in members)
         over = all(w.member.lease_until <= w.now for w in members)
         self.occasions["a silent world's leases are waited out"] += over and not out
         if not (out or over):
@@ -487,7 +487,7 @@ class Oracle:
         match after.state:
             case Finished():
                 generations = expanded(after.history.lineage)
-                final = Version(self.sim.rules.target_step, generations[-1])
+                final = Version(check_last_step(self.sim, after.state.step, generations), generations[-1])
                 if generations != (truth := self.chain(final)):
                     raise Violation(f"finished with the ledger {generations}, what happened is {truth}")
                 if final not in self.sim.cluster.bucket.manifests:

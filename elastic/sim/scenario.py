@@ -58,6 +58,10 @@ class Scenario:
     """Step at which the user's code raises, on the worker that has the microbatch."""
     error_once: bool = True
     """True if it raises the first time only, else each time."""
+    ends_at: int | None = None
+    """Step with which the loops end the run, if its commit comes while they watch."""
+    asks: bool = False
+    """True if one loop asks for that in the commit of the step, False if all loops are left after it."""
     dry_step: int | None = None
     """Step whose samples never come, so that a worker that reads them hangs."""
     least_shard: int = 1
@@ -99,7 +103,7 @@ class Scenario:
         low = max(rng.choice((1, 1, 2)), layout.min_shard)
         high = rng.randint(max(low, 2), 5)
         target_step = rng.randint(6, 14)
-        copies, room = random.Random(f"copies {seed}"), random.Random(f"room {seed}")
+        copies, room, early = (random.Random(f"{what} {seed}") for what in ("copies", "room", "ends"))
         rules = small_rules(low, high, layout, target_step, save_every=rng.choice((1, 3, 5, 50)))
         return Scenario(
             rules=replace(
@@ -113,6 +117,8 @@ class Scenario:
             resumes=rng.random() < 0.5,
             error_step=rng.randint(1, target_step) if rng.random() < 0.15 else None,
             error_once=rng.random() < 0.6,
+            ends_at=early.randint(1, target_step) if early.random() < 0.1 else None,
+            asks=early.random() < 0.5,
             slow_starts=0.4 if random.Random(f"slow starts {seed}").random() < 0.1 else 0.0,
             rooms=tuple(room.choice((0.0, 0.4, 0.6, 1.0, 1.5)) for _ in range(3)) if room.random() < 0.15 else (),
         )

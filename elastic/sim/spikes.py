@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from elastic.ids import Version
 from elastic.protocol.commit_record import Outcome, Spike
 from elastic.protocol.events import StepDone
-from elastic.sim.truth import base_of, expanded
+from elastic.sim.truth import LOST, base_of, expanded
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ SAMPLES = 5
 """Number of samples, so that each comes several times in a run of a few steps."""
 CORRUPT = (0, 1, 1, 2)
 """Numbers of corrupt samples, from which a seed draws."""
-LOST = ("a coordinator takes over without what was written last", "a superseded coordinator acts on")
-"""The occasions on which a coordinator was told what its follower cannot know."""
 
 
 class Spikes:
@@ -96,8 +94,8 @@ class Spikes:
             put |= {step} if outcome.quarantined and (step, generation) in told else set()
             applied |= {step} if outcome.applies else set()
         known, occasions = dict(run.skips.quarantined), self.sim.oracle.occasions
-        if any(occasions[each] for each in LOST):
-            by = expanded(run.history.lineage)
+        by = expanded(run.history.lineage)
+        if any(occasions[each] for each in LOST) or by[-1:] != [run.generation]:  # or the last world was formed to save, and made no step
             put = {step for step in put if (step, by[step - 1]) in self.heard[run.incarnation]}
         if not known.items() <= quarantine.items() or not {each for each in quarantine.values() if each in put} <= {*known.values()}:
             raise Violation(f"the coordinator knows the quarantine {known}, and it is {quarantine}")

@@ -7,15 +7,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from elastic.ids import Cell, Version
+from elastic.protocol.commit_record import ENDS
 from elastic.protocol.events import Fenced
 from elastic.protocol.plan import Plan
 from elastic.sim.violation import Violation
 
 if TYPE_CHECKING:
-    from elastic.sim.worker import Worker
-
-if TYPE_CHECKING:
     from elastic.sim.oracle import Oracle
+    from elastic.sim.simulation import Simulation
+    from elastic.sim.worker import Worker
 
 
 @lru_cache(maxsize=4096)
@@ -46,6 +46,8 @@ def expanded(lineage: tuple[tuple[int, int], ...]) -> list[int]:
     return generations
 
 
+LOST = ("a coordinator takes over without what was written last", "a superseded coordinator acts on")
+"""The occasions on which a coordinator was told what its follower cannot know."""
 LATE_S = 1.0
 """Seconds by which a coordinator may handle the end of a world late: it counts from the arrival, and the oracle from the decision."""
 
@@ -115,3 +117,18 @@ def check_manifest(version: Version, cells: frozenset[Cell], rows: tuple[int, ..
     """Checks that the cells of a manifest are a whole state."""
     if not covers(cells, rows):
         raise Violation(f"manifest of {version} with cells {sorted(cells)} only")
+
+
+def check_last_step(sim: Simulation, step: int, generations: list[int]) -> int:
+    """Returns the last step of a run that says ``step`` (0: the target step): its loops made it the last one, and no commit an earlier."""
+    ends, occasions = sim.scenario.ends_at or 0, sim.oracle.occasions
+    occasions["a loop ends the run"] += bool(step)
+    if step not in (0, ends):
+        raise Violation(f"finished at step {step}, which no loop made the last one")
+    by, unknown = generations[ends - 1] if 0 < ends < len(generations) else 0, any(occasions[each] for each in LOST) or sim.scenario.resumes
+    if by and not step and not unknown and sim.worlds[by].outcomes[ends].boundary == ENDS and (ends, by) in sim.oracle.told:
+        raise Violation(f"step {ends} of generation {by} ends the run, which goes on")
+    last = Version(step or sim.rules.target_step, generations[-1])
+    if last not in sim.oracle.parent:
+        raise Violation(f"finished at {last}, which nobody committed")
+    return last.step

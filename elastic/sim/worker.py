@@ -16,8 +16,8 @@ from elastic.ids import Cell, NodeId, Version, WorkerId
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
-from elastic.protocol.commit_record import Outcome
-from elastic.protocol.events import Broken, Fenced, Here, Joined, Progress, Ready, Starting, StepDone
+from elastic.protocol.commit_record import ENDS, Outcome
+from elastic.protocol.events import Broken, Ends, Fenced, Here, Joined, Progress, Ready, Starting, StepDone
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.sim.faults import Point
@@ -63,6 +63,10 @@ class Worker(Process):
         """The generation of the last fence that it has answered."""
         self.newest: tuple[int, int] | None = None
         """The (step, generation) that it has applied last."""
+        self.ended = 0
+        """The last generation in which its loop has ended the run."""
+        self.left: Version | None = None
+        """The version that its loop has left behind as the last one."""
         self._planned_at = 0.0
         self.progress: Progress | None = None
         self.memory = Memory(self)
@@ -137,6 +141,8 @@ class Worker(Process):
     def _arrive(self, generation: int) -> None:
         self.post(self.member.say(Here(self.name, generation)))
         assert self.world is not None
+        if self.left == self.world.plan.version and not self.world.plan.ends:
+            self.report(self.member.say(Ends(self.name, generation, self.left.step)))
         if self.phase is Phase.FORMING:
             self.world.arrive(self)
 
@@ -212,7 +218,8 @@ class Worker(Process):
     def _start_step(self) -> None:
         version = self.version
         assert version is not None
-        if version.step >= self.sim.rules.target_step:
+        assert self.world is not None
+        if version.step >= min(self.world.plan.ends or self.sim.rules.target_step, self.sim.rules.target_step):
             self.phase = Phase.DONE
             return
         self.phase = Phase.COMPUTING
@@ -236,6 +243,9 @@ class Worker(Process):
         assert self.world is not None
         self.sim.oracle.contributes(self, step)
         self.phase = Phase.PREPARED
+        if step == self.sim.scenario.ends_at and self.sim.scenario.asks and self.world.plan.members[-1] == self.name:
+            self.member.end()
+            self.report(Ends(self.name, self.world.generation, 0, "it asks"))
         self.world.contribute(self, step, self.member.boundary, self.memory.through())
 
     def commit_seen(self, outcome: Outcome) -> None:
@@ -273,10 +283,20 @@ class Worker(Process):
         self._answer(self.member.answer())
         if self.member.leaving:
             self._follow_settlement()
+        elif outcome.boundary == ENDS or (outcome.step == self.sim.scenario.ends_at and not self.sim.scenario.asks):
+            self._ends(outcome.step)
         elif outcome.boundary:
             self.fence(outcome.generation)
         elif not self.member.barred:
             self._start_step()
+
+    def _ends(self, step: int) -> None:
+        """Leaves ``step`` behind as the last one of the run."""
+        self.left = self.version
+        if step < self.sim.rules.target_step and not self.member.barred:
+            self.ended = self.member.generation
+            self.memory.ended()
+            self.report(self.member.say(Ends(self.name, self.member.generation, step)))
 
     # -- control --------------------------------------------------------------------------------------------------
 

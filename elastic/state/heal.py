@@ -36,7 +36,7 @@ from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, begun_anew, misf
 from elastic.train.step import Session
 from storage.background import begin
 from storage.checkpoints import Checkpoints, Reader
-from storage.slices import Slice, Tensor
+from storage.slices import AVERAGE, Slice, Tensor
 
 WEIGHTS = ("parameter", *BUFFERS)
 """The kinds of tensors with which a run begins that takes the weights of another."""
@@ -274,13 +274,17 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
     """
     reader = checkpoints.open(plan.version)
     stored = reader.tensors()
-    anew = begun_anew(state.job, state.optimizer.rule).difference(stored)
+    anew = begun_anew(state.job, state.optimizer.rule, state.tensors).difference(stored)
     if why := misfit(state.job, [tensor for tensor in state.tensors if tensor not in anew], stored, plan.version):
         raise StateMissing(why)
-    for tensor in anew:
-        state.shard.part(tensor, tensor.whole()).zero_()
     names = {(tensor.kind, tensor.name) for tensor in anew}
-    return _fill(state, reader, [part for part in wanted if (part.kind, part.name) not in names], hook)
+    read = _fill(state, reader, [part for part in wanted if (part.kind, part.name) not in names], hook)
+    for tensor in anew:
+        if tensor.kind != AVERAGE:
+            state.shard.part(tensor, tensor.whole()).zero_()
+    if any(tensor.kind == AVERAGE for tensor in anew):
+        state.begin_averages()
+    return read
 
 
 @torch.no_grad()

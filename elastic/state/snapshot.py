@@ -156,6 +156,13 @@ class Snapshots:
                 self.region.send(self.copies.sent)
             self._begin(shard)
 
+    def ended(self, shard: Shard) -> None:
+        """Begins the last save of the run, of the version of ``shard``, unless its commit has."""
+        if self.copies is not None and (ended := self.copies.ended()).saving != self.copies.saving:
+            self._wait()
+            self.copies = ended
+            self._begin(shard)
+
     def _begin(self, shard: Shard) -> None:
         copies = self.copies
         assert copies is not None

@@ -42,9 +42,19 @@ class Built:
 class Context:
     """Gives a loop of the user's the model and the steps of one world."""
 
-    def __init__(self, job: Job, state: State, steps: Callable[[], Generator[Step]], effects: Effects) -> None:
+    def __init__(
+        self,
+        job: Job,
+        state: State,
+        steps: Callable[[], Generator[Step, None, bool | None]],
+        effects: Effects,
+        stop: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """``steps()`` yields the steps of the world, and returns whether the run ends there.  ``stop`` gets the reason of :meth:`stop`."""
         self.job = job
         """The job, with all settings."""
+        self._stop, self._early = stop, False
+        self._failed: Exception | None = None
         self._state, self._steps, self._effects = state, steps, effects
         self._step: Step | None = None
         self._begun, self._over, self._built = False, False, False
@@ -75,12 +85,13 @@ class Context:
     def steps(self) -> Iterator[Step]:
         """Yields the steps of the run that are to be done, each to be committed before the next comes.
 
-        It ends after the last step of the run, and only then.
+        It ends after the last step of the run: that of the job, or the one with which :meth:`stop` ends the run.  If it is left before, by
+        ``break`` or ``return``, on every member after the same step, that step is the last one of the run.
         """
         self._expect(not self._begun, "ctx.steps() is called twice; go through it once")
         self._begun = True
         self._effects.begin(self._state.shard.version.step)
-        with closing(self._steps()) as steps:
+        with closing(self._told()) as steps:
             for step in steps:
                 self._step = step
                 yield step
@@ -90,14 +101,32 @@ class Context:
                     self._state.guard.check()
                 self._expect(step.outcome is not None, f"step {step.number} is not committed; call step.commit(), and do not skip a step")
         self._over = True
-        if self._state.shard.version.step < self.job.steps:
+        if not self._early and self._state.shard.version.step < self.job.steps:
             raise _WorldEnds
 
-    def run(self, loop: Callable[[Context], object]) -> None:
-        """Calls ``loop``.  Raises :class:`LoopError` if it leaves steps undone, and what it raises, or has hidden."""
+    def _told(self) -> Generator[Step]:
+        try:
+            self._early = bool((yield from self._steps()))
+        except Exception as error:
+            self._failed = error  # whatever the loop makes of it
+            raise
+
+    def stop(self, reason: str) -> None:
+        """Ends the run with the next step that is committed, on all members, with a save: before ``step.commit()`` that is the present one.
+
+        ``reason`` is shown.  One member that asks is enough.
+        """
+        self._expect(isinstance(reason, str) and bool(reason.strip()), f"ctx.stop({reason!r}): say why in words")
+        self._stop(reason)
+
+    def run(self, loop: Callable[[Context], object]) -> bool:
+        """Calls ``loop``, and returns whether it was left before the last step of the run, which makes the newest step the last.
+
+        Raises :class:`LoopError` if it is left without any step, or within one, and what it raises, or has hidden.
+        """
         broken = False
         try:
-            self._goes_through(loop)
+            return self._goes_through(loop)
         except Exception as error:
             broken = True
             if said := about_one_value(error, self.job):
@@ -106,23 +135,24 @@ class Context:
         finally:
             self._effects.close(broken=broken)
 
-    def _goes_through(self, loop: Callable[[Context], object]) -> None:
+    def _goes_through(self, loop: Callable[[Context], object]) -> bool:
         try:
             loop(self)
         except _WorldEnds:
-            return
+            return False
         except Exception as error:
             if self._step is None or self._step.failed in (None, error):
                 raise
             raise self._step.failed from None  # whatever the loop has made of it
-        if self._step is not None and self._step.failed is not None:
-            raise self._step.failed
-        step = self._state.shard.version.step
-        self._expect(
-            self._over,
-            f"it ended after step {step} of {self.job.steps}; go through ctx.steps() to its end, without `break` or `return`, and set "
-            f"steps to a smaller number to end earlier",
-        )
+        if (failed := self._failed or (self._step.failed if self._step is not None else None)) is not None:
+            raise failed
+        if self._over:
+            return False
+        step, within = self._state.shard.version.step, self._step is not None and self._step.begun and self._step.outcome is None
+        self._expect(self._begun and step > 0, f"it ended after step {step} of {self.job.steps}; go through ctx.steps()")
+        self._expect(not within, f"it was left within step {step + 1}; leave it after step.commit(), or before the first batch")
+        self._state.guard.check()
+        return True
 
     def _expect(self, right: bool, wrong: str) -> None:
         if not right:

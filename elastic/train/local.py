@@ -33,12 +33,12 @@ from elastic.plan.placement import written_by
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
 from elastic.protocol.builds import Build
-from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome, Validated, out_of_patience, told_of
+from elastic.protocol.commit_record import ENDS, GO_ON, CommitShape, Outcome, Validated, out_of_patience, told_of
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Work
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
-from elastic.report.best import Loss, best, enough, number_of
+from elastic.report.best import Loss, enough, mark, number_of
 from elastic.report.metrics import Row, row_of, with_validation
 from elastic.report.story import Line, Scored, Sentence, Story
 from elastic.runs import alone, data, owed, validations
@@ -108,12 +108,15 @@ def run_local(
         job = job.replace(validation=job.validation.model_copy(update={"by": "members"}))
     run, incarnation = begin(job)
     with alone.Ending(run.store, job.name, incarnation) as ending:
-        state, reason, step = _train(run, incarnation, device, show, build)
-        ending.how = Finished() if state == "Finished" else Stopped(reason)
+        state, reason, step = _train(run, incarnation, device, show, build, ending)
+        if ending.how is None:
+            ending.how = Finished() if state == "Finished" else Stopped(reason)
     return state, reason, step
 
 
-def _train(run: Run, incarnation: int, device: torch.device, show: Callable[[Line], None], build: Build | None) -> tuple[str, str, int]:
+def _train(
+    run: Run, incarnation: int, device: torch.device, show: Callable[[Line], None], build: Build | None, ending: alone.Ending
+) -> tuple[str, str, int]:
     job, start = run.job, run.standing(incarnation, time.time())
     with TemporaryDirectory() as folder, _last_words(Path(folder) / "counters") as counters:
         session = make_session(job, Counters(counters, create=True), prefetch=0)
@@ -128,7 +131,7 @@ def _train(run: Run, incarnation: int, device: torch.device, show: Callable[[Lin
             show(Sentence(time.time(), said))
         data.bind(run, fingerprint_of(job, session.loader.dataset), len(session.loader.dataset))
         world = World.alone(device, generation=start.generation + 1)
-        local, ended = _Local(run, session, world, start, show), False
+        local, ended = _Local(run, session, world, start, show, ending), False
         try:
             state, reason, step = local.train()
             ended = True
@@ -197,7 +200,14 @@ class _Step(Step):
 class _Local:
     """Trains one run in this process."""
 
-    def __init__(self, run: Run, session: Session, world: World, start: RunState, show: Callable[[Line], None]) -> None:
+    def __init__(
+        self, run: Run, session: Session, world: World, start: RunState, show: Callable[[Line], None], ending: alone.Ending
+    ) -> None:
+        self.ending = ending
+        self.last, self.why = start.enough or run.job.steps, start.why
+        """The last step of the run, and why it is if its loop has ended it before that of the job."""
+        self.boundary = GO_ON
+        """The request for the boundary after the next commit."""
         self.run, self.session, self.world, self.show = run, session, world, show
         self.incarnation, self.lineage, self.saved = start.incarnation, start.history.lineage, list(start.history.saved)
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
@@ -237,7 +247,9 @@ class _Local:
         effects = Effects(self.run.store, job.name, tells=True)
         assert self.session.loop is not None
         try:
-            Context(job, state, partial(self._steps, state, effects), effects).run(self.session.loop)
+            Context(job, state, partial(self._steps, state, effects), effects, self._stop).run(self.session.loop)
+            if self.step < job.steps and not self._ends():
+                self._end_early(state)
         except KeyboardInterrupt as interrupt:
             asked = str(interrupt) or "Ctrl-C"
             if self._is_harmed():
@@ -252,11 +264,24 @@ class _Local:
             self.profiler.finish()
             self.profiler.close()
         self._validated(state, self.step)
-        top, why = best(self.measured) if self._ends() else None, f"all {job.steps} steps are done"
-        return "Finished", why if top is None else out_of_patience(job.validation.patience, top.version.step, self.step), self.step
+        rule = job.validation
+        top, why = mark(self.measured, rule.min_delta) if self._ends() else None, self.why or f"all {job.steps} steps are done"
+        return "Finished", why if top is None else out_of_patience(rule.patience, rule.min_delta, top.version.step, self.step), self.step
 
-    def _steps(self, state: State, effects: Effects) -> Generator[Step]:
-        """Yields the steps of the run; the loop commits each of them before the next one."""
+    def _stop(self, why: str) -> None:
+        self.boundary, self.why = ENDS, self.why or why
+
+    def _end_early(self, state: State) -> None:
+        """Saves the step that is done as the last one.  The end is noted first, so that whoever finds the save finds it, too."""
+        self.why = self.why or "the loop was left"
+        self._validated(state, self.step, last=True)
+        self.ending.how = Finished(self.step, self.why)
+        if self.rows:
+            self.ending.write()
+            self._save(state)
+
+    def _steps(self, state: State, effects: Effects) -> Generator[Step, None, bool]:
+        """Yields the steps of the run; the loop commits each of them before the next one.  Returns True: the run ends with them."""
         job, version = self.session.job, state.shard.version
         shape = CommitShape(self.incarnation, self.world.generation, job.microbatches, job.microbatch_size, self.plan.layout)
 
@@ -265,23 +290,29 @@ class _Local:
             with self.apply_fence as member:
                 member.recorded(outcome.generation, step)  # no coordinator will ask for them
             self._committed(outcome, state.arithmetic.of(outcome), metrics)
-            if due(step, job.checkpoint.save_every, job.steps) or self.skips.failed:
+            if outcome.boundary == ENDS and step < job.steps:
+                self._end_early(state)
+            elif due(step, job.checkpoint.save_every, job.steps) or self.skips.failed:
                 self._validated(state, step)  # it belongs to the metrics of this step, which are stored with the save
                 self._save(state)
             if self.skips.failed:
                 raise JobError(f"{self.skips.failed}; resumes from step {step}")
             effects.committed(step)
 
-        for step in range(version.step, job.steps):
+        for step in range(version.step, self.last):
             if self._ends():
-                return
+                return True
             validated = self._validated(state, step)
             with self.profiler.watch(step + 1, self.world):
-                yield _Step(self.session, state, self.apply_fence, shape, step + 1, lambda: GO_ON, validated, done)
+                doing = _Step(self.session, state, self.apply_fence, shape, step + 1, lambda: self.boundary, validated, done)
+                yield doing
+            if doing.outcome is not None and doing.outcome.boundary == ENDS:
+                return True
+        return True
 
-    def _validated(self, state: State, step: int) -> Validated | None:
-        """Returns what the state after ``step`` loses on held-out samples, if it is due, and shows it."""
-        if not self.session.job.validates(step):
+    def _validated(self, state: State, step: int, *, last: bool = False) -> Validated | None:
+        """Returns what the state after ``step`` loses on held-out samples, if it is due, as after the ``last`` step, and shows it."""
+        if not self.session.job.validates(self.session.job.steps if last else step):
             return None
         if self.found is None and self._is_known():
             return None
@@ -294,7 +325,8 @@ class _Local:
 
     def _ends(self) -> bool:
         """Returns whether the run has no patience left at the step that is done, or from which it resumed."""
-        return 0 < enough(self.measured, self.session.job.validation.patience) <= self.step
+        rule = self.session.job.validation
+        return 0 < enough(self.measured, rule.patience, rule.min_delta) <= self.step
 
     def _is_known(self) -> bool:
         """Returns whether the state with which this process began was validated before, on the same samples."""

@@ -25,8 +25,8 @@ from elastic.errors import AbortStuck, FencedOff
 from elastic.ids import Version
 from elastic.imports import less_memory
 from elastic.plan.transfer import Holding
-from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
-from elastic.protocol.events import Broken, Event, Here, Ready, StepDone
+from elastic.protocol.commit_record import ENDS, GO_ON, CommitShape, Outcome, Score, Validated, better_of, gives_up
+from elastic.protocol.events import Broken, Ends, Evaluated, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, home_of, nothing
 from elastic.train import spare_time
@@ -79,6 +79,12 @@ class Trainer(Controlled):
         self._abort: threading.Thread | None = None
         """The thread that aborts the previous world; no collective of the next world begins until it has ended."""
         self._slow = threading.Timer(0, nothing)
+        self._newest: Outcome | None = None
+        """The newest commit of the present world."""
+        self._best: Score | None = None
+        """The validation by which the patience is measured."""
+        self._left: Version | None = None
+        """The version that the loop has left behind as the last one; if its world was over by then, the next one is told."""
 
     # ---- control thread
 
@@ -175,6 +181,8 @@ class Trainer(Controlled):
         self.session.counters["stepping_since_ns"], self.session.counters["generation"] = 0, plan.generation
         self.session.counters.at("forms")
         self._say(Here(self.worker, plan.generation))
+        if self._left == plan.version and not plan.ends:
+            self._say(Ends(self.worker, plan.generation, plan.version.step))
         began = time.monotonic()
         self.world = world = self._meet(plan, store)
         with self.apply_fence as member:  # the settlement may have come before there was a world to abort
@@ -260,7 +268,10 @@ class Trainer(Controlled):
         effects = Effects(self.checkpoints.store, job.name, tells=state.world.rank == 0)
         assert self.session.loop is not None
         with self._looking_at_the_order(plan, state):
-            Context(job, state, partial(self._steps, plan, state, shape, effects), effects).run(self.session.loop)
+            steps, stop = partial(self._steps, plan, state, shape, effects), partial(self._stop, plan)
+            if Context(job, state, steps, effects, stop).run(self.session.loop):
+                self._left = state.shard.version
+                self._ends(plan, state)
         self.profiler.finish()
         if snapshots is not None:
             snapshots.make_room(lambda: not self.orders.empty())
@@ -275,9 +286,40 @@ class Trainer(Controlled):
         order = state.parameters.order
         return order.watched(self.session.job.deadlines.stall_s / LOOKS, tell) if order is not None else nullcontext()
 
-    def _steps(self, plan: Plan, state: State, shape: CommitShape, effects: Effects) -> Generator[Step]:
-        """Yields the steps of this world; the loop commits each of them before the next one."""
+    def _stop(self, plan: Plan, why: str) -> None:
+        """Asks all members to end the run with the next commit."""
+        with self.apply_fence as member:
+            member.end()
+        self._say(Ends(self.worker, plan.generation, 0, why))
+
+    def _loses_patience(self, state: State, found: Validated) -> bool:
+        """Returns whether ``found``, of the present state, is the last validation for which the run has patience."""
+        version, rule = state.shard.version, self.session.job.validation
+        self._best = better_of(self._best, Score(version, found), rule.min_delta)
+        return gives_up(self._best, version.step, rule.every, rule.patience)
+
+    def _ends(self, plan: Plan, state: State, found: Validated | None = None) -> None:
+        """Ends the run with the step that is done: begins the last save, if its commit has not, and validates what this world has made.
+
+        A run without patience was ended by ``found``.
+        """
+        job, step, outcome = self.session.job, state.shard.version.step, self._newest
+        if step < job.steps:
+            with self.apply_fence as member:
+                member.go_on("ended")  # a loop may hide that its world is over
+            if self.session.snapshots is not None:
+                self.session.snapshots.ended(state.shard)
+            self._say(Ends(self.worker, plan.generation, step, patience=found is not None))
+        if found is None and outcome is not None and job.validates(job.steps):
+            found = validate(self.session, state, self.apply_fence, step)
+        if found is not None and state.world.rank == 0:
+            told = StepDone(self.worker, plan.generation, outcome, validated=found) if outcome else Evaluated(state.shard.version, found)
+            self.report(told)
+
+    def _steps(self, plan: Plan, state: State, shape: CommitShape, effects: Effects) -> Generator[Step, None, bool]:
+        """Yields the steps of this world; the loop commits each of them before the next one.  Returns whether the run ends with them."""
         job, world, step = self.session.job, state.world, plan.version.step
+        last = min(plan.ends or job.steps, job.steps)
 
         def done(outcome: Outcome, metrics: Metrics) -> None:
             if self.session.meter.first:
@@ -290,23 +332,28 @@ class Trainer(Controlled):
                 self.report(StepDone(self.worker, plan.generation, outcome, work, None, metrics, *listed))
             if self.session.snapshots is not None:
                 self.session.snapshots.committed(outcome, state.shard)
+            self._newest = outcome
             effects.committed(outcome.step)
 
-        while step < job.steps:
+        self._newest, self._best = None, plan.best
+        while step < last:
             validated = validate(self.session, state, self.apply_fence, step) if job.validates(step) else None
+            if validated is not None and self._loses_patience(state, validated):
+                self._ends(plan, state, validated)
+                return True
             step += 1
             with self.profiler.watch(step, world):
                 doing = Step(self.session, state, self.apply_fence, shape, step, self._asked, validated, done)
                 yield doing
             outcome = doing.outcome
             assert outcome is not None, "the context sees to it"
-            if step == job.steps and job.validates(step):
-                last = validate(self.session, state, self.apply_fence, step)
-                if world.rank == 0:
-                    self.report(StepDone(self.worker, plan.generation, outcome, validated=last))
-            if outcome.boundary != GO_ON:
+            if step == last or outcome.boundary == ENDS:
+                self._ends(plan, state)
+            if outcome.boundary not in (GO_ON, ENDS):
                 self.fence(plan.generation)
-                return
+            if outcome.boundary != GO_ON:
+                return outcome.boundary == ENDS
+        return True
 
     def _asked(self) -> int:
         """Returns what this member asks for at the boundary after the step."""

@@ -224,9 +224,12 @@ def digest_of(model: nn.Module) -> str:
     return hashlib.blake2b(repr((tensors, blocks)).encode(), digest_size=6).hexdigest()
 
 
-def begun_anew(job: Job, rule: Rule) -> set[Tensor]:
-    """Returns the tensors that a branch begins with zeros if its checkpoint has none: of the loss scale that stands for the first one."""
-    return {*rule.kept, *(_scalar(name) for name in SCALARS if is_scaled(job))}
+def begun_anew(job: Job, rule: Rule, tensors: Iterable[Tensor]) -> set[Tensor]:
+    """Returns the tensors that a branch begins anew if its checkpoint has none: with zeros, which stand for the first loss scale, and
+    averages with the weights.
+    """
+    averages = (tensor for tensor in tensors if tensor.kind == AVERAGE)
+    return {*rule.kept, *(_scalar(name) for name in SCALARS if is_scaled(job)), *averages}
 
 
 def _scalar(name: str) -> Tensor:
@@ -359,7 +362,7 @@ class State:
         return values
 
     def begin_averages(self) -> None:
-        """Lets the averages be the weights, as before the first update."""
+        """Lets the averages be the weights, as before the first update, or where a branch begins them."""
         for (kind, name), value in self.shard.values.items():
             if kind == AVERAGE and self.optimizer.rule.averages:
                 value.copy_(self.shard.values["parameter", name])

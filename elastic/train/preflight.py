@@ -116,7 +116,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     _check_flops(model, job)
     if job.profile:
         notes.append(f"profile = {job.profile!r}: world rank 0 writes its profile to {run.store.full_name(f'{job.name}/profiles')}")
-    anew = begun_anew(job, session.rule)
+    anew = begun_anew(job, session.rule, tensors)
     sources, lasting = sources_of(job.trajectory_code()), [tensor for tensor in tensors if tensor not in anew]
     if start is not None and start.origin is not None:
         notes += _check_origin(start, start.origin, lasting, run.store, build)

@@ -159,7 +159,7 @@ class Step:
         """The outcome of the step, once it is applied."""
         own_rate = own_rate_of(session.job, number)  # a schedule of the user's that fails must do so before the commit
         self._share = Share([], [], [], validated=validated, own_rate=own_rate, most_loss=state.spikes.most_loss())
-        self._rounds, self._begun, self._open = 0, False, False
+        self._rounds, self.begun, self._open = 0, False, False
         self._failure = _Failure()
         self._shape, device = shape.of(session.cursor.microbatches(number, session.job.microbatch_size)), state.world.device
         session.meter.begin(shape.generation, session.loader.waited_s, device)
@@ -183,8 +183,8 @@ class Step:
         as many; it is not known which.
         """
         with self._failure:
-            self._expect(not self._begun, "its microbatches are run twice; call step.run(), or iterate over step.batches(), once")
-            self._begun = True
+            self._expect(not self.begun, "its microbatches are run twice; call step.run(), or iterate over step.batches(), once")
+            self.begun = True
             rounds = self._microbatches()
         while True:
             with self._failure:
@@ -213,7 +213,7 @@ class Step:
         """
         with self._failure:
             self._expect(self.outcome is None, "step.commit() is called twice; call it once")
-            self._expect(self._begun, "step.commit() before step.run(); run the microbatches of the step first")
+            self._expect(self.begun, "step.commit() before step.run(); run the microbatches of the step first")
             self._expect(
                 not self._open and len(self._share.losses) == self._rounds,
                 f"step.commit() after {len(self._share.losses)} of {self._rounds} microbatches; run all of step.batches(), without `break`",

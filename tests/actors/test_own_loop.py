@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.launch import launch
+from elastic.runs.run import Run
 from tests.engine.test_own_schedule import cosine
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.own_loops import steps_in
@@ -52,4 +54,36 @@ def test_u4_a_kill_inside_the_users_code(tmp_path: Path, place: str) -> None:
     rows = [json.loads(line) for file in sorted((bucket / "toy" / "metrics").iterdir()) for line in file.read_text().splitlines()]
     assert {row["step"]: row["user/double"] for row in rows if "user/double" in row}.items() >= {(s, 2 * s) for s in range(1, 6)}
     assert [row["lr"] for row in rows] == pytest.approx([3e-3 * cosine(step, STEPS) for step in range(1, STEPS + 1)], rel=1e-15)
+    assert_nothing_left(chaos)
+
+
+@pytest.mark.parametrize(
+    ("how", "place", "why"),
+    [
+        ("one", "", "it is good enough"),
+        ("one breaks", "", "the loop was left"),
+        ("all", "asked", "it is good enough"),
+        pytest.param("break", "", "the loop was left", marks=FULL),
+        pytest.param("break", "committed", "the loop was left", marks=FULL),
+        pytest.param("all", "committed", "it is good enough", marks=FULL),
+    ],
+)
+def test_u4_a_loop_ends_the_run_for_all_workers(tmp_path: Path, how: str, place: str, why: str) -> None:
+    """U4: the run ends with step 3, whoever asks for it, and over a kill at that moment.  The same command does nothing more."""
+    more = {"schedule": {"kind": "constant"}, "workers": {"min": 1, "max": 2}, "deadlines": {"stall_s": 4}, **LIGHT}
+    expected = alone(toy_job(tmp_path / "alone", name="local", steps=3, **more))
+    bucket = tmp_path / "bucket"
+    for folder in ("dies", "how"):
+        (bucket / folder).mkdir(parents=True)
+    (bucket / "how" / how).touch()
+    (bucket / "dies" / place).touch() if place else None
+    job = toy_job(bucket, steps=6, loop="tests.support.own_loops:ends", **more)
+    chaos = trial(job)
+    assert (chaos.result.state, chaos.result.step, chaos.result.exit_code, chaos.hash) == ("Finished", 3, 0, expected.hash)
+    reasons = " ".join(record["reason"] for record in Run.open(job).records())
+    assert f"step 3 is the last: {why}" in reasons and f"finished at step 3: {why}" in reasons and why in chaos.result.reason
+    assert (len(chaos.witness.killed()) == 1) is bool(place) and {*steps_in(bucket / "after")} == {3}
+    assert ("and the others wait for it" in reasons) is (how == "one breaks")
+    again = launch(job, show=lambda line: None)
+    assert (again.state, again.step, again.reason) == ("Finished", 3, f"finished: step 3 is in the bucket: {why}")
     assert_nothing_left(chaos)

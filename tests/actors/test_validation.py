@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors import cluster
 from actors.cli import main
 from actors.launch import launch
 from elastic.report.story import Sentence
@@ -18,8 +19,10 @@ from elastic.train.local import run_local
 from elastic.train.revisit import evaluate_here
 from tests.support.chaos import alone, exported_hash
 from tests.support.job_file import to_toml
+from tests.support.own_loops import steps_in
 from tests.support.toys import LIGHT, Sums, toy_job
 
+LOOP = "tests.support.own_loops:ends"
 HELD_OUT = {"every": 4, "samples": 21, "dataset": "tests.support.toys:Sums", "args": {"samples": 50, "seq_len": 16}}
 
 
@@ -65,23 +68,39 @@ def test_a_run_that_has_lost_patience_ends_at_the_same_step_in_every_layout(tmp_
     """L1: a worker is killed within the validation that is the last.  Started again it is finished; with more patience it goes on."""
     held_out = {"every": 2, "samples": 32, "patience": 2, "dataset": f"{__name__}:Noise"}
 
-    def job(name: str, kills: int = 0, patience: int = 2) -> Any:
+    def job(name: str, kills: int = 0, patience: int = 2, min_delta: float = 0.0) -> Any:
         args = {"samples": 50, "seq_len": 16, "mark": str(tmp_path / "mark"), "kills": kills}
-        validation = held_out | {"args": args, "patience": patience}
-        return toy_job(tmp_path, name=name, validation=validation, steps=40, checkpoint={"save_every": 2}, workers={"max": 2}, **LIGHT)
+        validation = held_out | {"args": args, "patience": patience, "min_delta": min_delta}
+        return toy_job(
+            tmp_path, name=name, validation=validation, steps=40, checkpoint={"save_every": 2}, workers={"max": 2}, loop=LOOP, **LIGHT
+        )
+
+    def after() -> list[int]:
+        """Returns the steps at which the code after the loop has run since the last call."""
+        steps = steps_in(tmp_path / "after")
+        (tmp_path / "after").unlink()
+        return steps
 
     local = alone(job("single"))
     (last,) = {version.step for version in [Run.open(job("single")).newest()] if version is not None}
-    assert 6 <= last < 40
+    assert 6 <= last < 40 and after() == [last]
     two = job("two", kills=last // 2 * 4)
     result = launch(two, show=lambda line: None)
     reasons = " ".join(record["reason"] for record in Run.open(two).records())
     assert (tmp_path / "mark").exists() and "its process died" in reasons
     assert (result.state, result.step, result.exit_code) == ("Finished", last, 0) and f"so step {last} is the last" in reasons
-    assert exported_hash(two) == local.hash
-    again = launch(two, show=lambda line: None)
+    assert exported_hash(two) == local.hash and {*after()} == {last}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "connect", None)  # it is known before Ray starts
+        again = launch(two, show=lambda line: None)
+    assert again.reason.endswith(f"so step {last} is the last")
     assert (again.state, again.step) == ("Finished", last) and Run.open(two).newest() == Run.open(two).checkpoints.versions()[-1].version
     more = launch(job("two", patience=3), show=lambda line: None)
     assert more.state == "Finished" and more.step > last
     state, reason, step = run_local(job("single"), lambda line: None)
     assert (state, step) == ("Finished", last) and reason.endswith(f"so step {last} is the last")
+    for found in (
+        launch(job("delta", min_delta=9.0), show=lambda line: None).step,
+        run_local(job("one", min_delta=9.0), lambda line: None)[2],
+    ):
+        assert found == 6, "only the first validation counts"

@@ -72,6 +72,7 @@ OFF: list[tuple[dict[str, Any], list[str], str, dict[str, Any]]] = [
         "validation.every = 0",
         {"validation": {"every": 50}},
     ),
+    ({"validation": {"every": 50, "min_delta": 0.1}}, ["validation.min_delta"], "validation.patience = 0", {"validation": {"patience": 3}}),
     (
         {"samples": {"every": 50, "prompts": ["a"], "seed": 3}},
         ["samples.seed"],
@@ -90,6 +91,16 @@ def test_what_is_turned_off_is_told_as_a_note(settings: dict[str, Any], names: l
     assert [each.partition(" = ")[0] for each in told] == names and all(f"has no effect while {why}; " in each for each in told)
     assert toy_job("/b", **both, **{name: each | on.get(name, {}) for name, each in settings.items()}).warnings() == []
     assert toy_job("/b", **both).warnings() == [] and set(names) <= leaves(Job).keys()
+
+
+@pytest.mark.fast
+def test_it_is_told_of_which_weights_a_validation_is() -> None:
+    """The controls have no average, or no validation."""
+    both = {"global_batch": 32, "microbatch": 2, "checkpoint": {"save_every": 50}}
+    average, every = {"optim": {"average": 0.99}}, {"validation": {"every": 50}}
+    (said,) = toy_job("/b", **both, **average, **every).warnings()
+    assert "the run validates its weights, not their average" in said and "`elastic evaluate --average`" in said
+    assert toy_job("/b", **both, **average).warnings() == toy_job("/b", **both, **every).warnings() == []
 
 
 def test_a_run_of_an_older_release_with_such_settings_goes_on(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from elastic.control.run import Failed, Finished, Finishing, Running
 from elastic.ids import Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome, Score, Validated
+from elastic.report.best import Loss, enough
 from tests.control.play import Play, outcome, reformed, stepping
 
 pytestmark = pytest.mark.fast
@@ -149,6 +150,21 @@ def test_replicas_that_differ_end_the_run_at_once() -> None:
         play.answer("w1", Version(3, 1))
         assert isinstance(play.run.state, Failed) is ends
         assert not ends or play.run.state.reason == "replicas of the state differ at step 4, as w1 found"
+
+
+def test_what_is_better_by_less_than_min_delta_does_not_count_for_patience() -> None:
+    """L1: the best is still the smallest loss.  The control: without ``min_delta`` each of them counts."""
+    for min_delta in (0.1, 0.0):
+        play = stepping(2, save_every=2, validate_every=2, patience=2, min_delta=min_delta)
+        losses = {2: 2.0, 4: 1.95, 6: 1.92}
+        for number in range(1, 8):
+            said = step(play, number, losses.get(number - 1))
+        assert play.run.enough == (6 if min_delta else 0) and play.run.history.best is not None
+        assert play.run.history.best.version.step == 6
+        why = "no validation is better by more than validation.min_delta = 0.1 than that after step 2, so step 6 is the last"
+        assert said.endswith(why) is bool(min_delta)
+        found = {Version(at, 1): Loss(loss) for at, loss in losses.items()}
+        assert enough(found, 2, min_delta) == play.run.enough, "a start finds the same in the metrics"
 
 
 def test_a_run_without_patience_ends_with_the_checkpoint_of_the_validation() -> None:

@@ -44,6 +44,12 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             Edit("edges", FENCES, FENCES.replace("decision.do(Fence", f"decision.do({ABORTS})\n        decision.do(Fence")),
         ),
         Breach(
+            "it does not tell a later world that a loop has ended the run",
+            "which nobody committed",
+            ("drawn", 4678),
+            Edit("seating", "ends=run.enough,", "ends=0,"),
+        ),
+        Breach(
             "it leaves a world unsettled",
             "was not settled",
             ("drawn", 0),

@@ -208,7 +208,7 @@ def test_a_worker_that_outlived_its_run_makes_room_for_the_next_one() -> None:
         Fault(11.939, Kind.COORDINATOR_KILL, 7, 5.105),
         Fault(17.224, Kind.COORDINATOR_CUT, 3, 7.897, 0.359),
     )
-    report = simulate(166_389, replace(Scenario.drawn(166_389), faults=faults))
+    report = simulate(166_389, replace(Scenario.drawn(166_389), faults=faults, ends_at=None))
     assert report.end == "Finished"
     assert "the run goes on without it" in report.story()
 

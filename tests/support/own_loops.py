@@ -101,15 +101,53 @@ def steps_in(path: Path) -> list[int]:
     return [int(line) for line in path.read_text().splitlines()]
 
 
+def ends(ctx: Context) -> None:
+    """Ends the run with step 3, as the files in the folder ``how`` say: by ``ctx.stop()`` ("all", "one" member), or by ``break``.
+
+    What comes after the loop leaves a line with the step at which it is.
+    """
+    folder = Path(ctx.job.bucket)
+    how, one = folder / "how", folder / "how" / "one"
+    for step in ctx.steps():
+        step.run()
+        if step.number == 3 and ((how / "all").exists() or _is_first(one)):
+            ctx.stop("it is good enough")
+            _dies(folder, "asked")
+        step.commit()
+        if step.number == 3:
+            _dies(folder, "committed")
+        if step.number == 3 and ((how / "break").exists() or _is_first(how / "one breaks")):
+            break
+    _line(folder / "after", ctx.build().step)
+
+
+def _is_first(path: Path) -> bool:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 # ---- wrong ones
 
 
-def breaks(ctx: Context) -> None:
+def breaks_at_once(ctx: Context) -> None:
+    for _ in ctx.steps():
+        break
+
+
+def breaks_within(ctx: Context) -> None:
     for step in ctx.steps():
         step.run()
-        step.commit()
         if step.number == 3:
             break
+        step.commit()
+
+
+def stops_without_a_word(ctx: Context) -> None:
+    for _ in ctx.steps():
+        ctx.stop("")
 
 
 def never_steps(ctx: Context) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from actors.checkpoint_commands import export
+from actors.launch import launch
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.runs.run import Run
@@ -130,6 +131,23 @@ def test_commands_take_the_average_if_asked(tmp_path: Path) -> None:
     net.load_state_dict(averages)
     summed, count = loss(net, Numbers().read(tuple(range(6))))
     assert evaluate_here(job, average=True) == (version, type(plain)(pytest.approx(summed.item(), rel=1e-5), count))
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload": "optimizer"}], ids=str)
+def test_a_branch_begins_an_average_with_the_weights(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The step after its base takes the weights into them."""
+    job = averaged_job(tmp_path, 0.0, checkpoint={"save_every": 1, "keep_last": 0}, **settings)
+    run_local(job, lambda line: None)
+    averaged = averaged_job(tmp_path, checkpoint={"save_every": 1, "keep_last": 0}, **settings)
+    launch(averaged, local=True, branch=True, resume=STEPS - 1, show=lambda line: None)
+    export(averaged, str(STEPS - 1), tmp_path / "base")
+    export(averaged, None, tmp_path / f"export-{STEPS}")
+    base, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", f"export-{STEPS}"))
+    averages = kept(averaged)
+    assert averages.keys() == after.keys()
+    for name, value in averages.items():
+        torch.testing.assert_close(value, base[name].lerp(after[name], 1 - DECAY), rtol=1e-6, atol=1e-7)
+        assert not torch.equal(value, after[name]), "the control"
 
 
 def test_without_an_average_none_is_given(tmp_path: Path) -> None:

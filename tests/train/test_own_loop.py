@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 
+from actors.begin import finished
+from elastic.control.run import Finished
 from elastic.engine.world import World
-from elastic.errors import CodeError, JobError, LoopError
+from elastic.errors import CodeError, JobError, LoopError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, Outcome
 from elastic.report.story import Line, StepLine
+from elastic.runs.run import Run
+from elastic.train import local
 from elastic.train.context import Context
 from elastic.train.effects import Effects
 from elastic.train.local import run_local
@@ -121,11 +125,59 @@ def test_u4_numbers_and_side_effects_in_this_process_over_a_stop(tmp_path: Path)
     assert all(row["terms"] > 0 and list(row).index("terms") > list(row).index("tokens") for row in rows)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("how", ["break", "all"])
+def test_a_loop_ends_its_run_with_a_save(tmp_path: Path, how: str) -> None:
+    """U4: what comes after the loop runs once; the same command says that the run is finished, and does no step.
+
+    The control: with more steps the run goes on.
+    """
+    flat = {"schedule": {"kind": "constant"}}
+    shorter, job = small_job(tmp_path / "shorter", steps=3, **flat), small_job(tmp_path / "own", steps=6, loop=f"{HERE}:ends", **flat)
+    run_local(shorter, lambda _: None)
+    (tmp_path / "own" / "how").mkdir(parents=True)
+    (tmp_path / "own" / "how" / how).touch()
+    why = "it is good enough" if how == "all" else "the loop was left"
+    for _ in range(2):
+        lines: list[Line] = []
+        assert run_local(job, lines.append) == ("Finished", why, 3)
+        run = Run.open(job)
+        assert exported_hash(job) == exported_hash(shorter) and run.newest() == Version(3, 1)
+        assert run.end() == Finished(3, why) and finished(job) == (f"finished: step 3 is in the bucket: {why}", 3)
+        assert steps_in(tmp_path / "own" / "after")[-1:] == [3]
+    assert not [line for line in lines if isinstance(line, StepLine)]
+    (tmp_path / "own" / "how" / how).unlink()
+    more = job.replace(steps=7)
+    Run.look(more, branch=True).branch(0.0)
+    assert run_local(more, lines.append)[::2] == ("Finished", 7)
+
+
+def unavailable(*_: object) -> None:
+    raise Unavailable("toy", "the bucket is down")
+
+
+@pytest.mark.fast
+def test_an_end_without_its_save_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """U4: the loop ends the run, and the bucket takes no save.  The next start does the steps again, and ends with a save.
+
+    The control: the note of the end is there, which a process that dies after the save leaves, too.
+    """
+    job = small_job(tmp_path, steps=6, loop=f"{HERE}:ends")
+    (tmp_path / "how").mkdir()
+    (tmp_path / "how" / "all").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "save_here", unavailable)
+        with pytest.raises(PlatformGaveUp):
+            run_local(job, lambda _: None)
+    run = Run.open(job)
+    assert [*tmp_path.glob("toy/ends/*")] and run.end() is None and run.newest() is None and not finished(job)
+    assert run_local(job, lambda _: None) == ("Finished", "it is good enough", 3)
+
+
 WRONG = [
-    (
-        "breaks",
-        r"it ended after step 3 of 4; go through ctx\.steps\(\) to its end, without `break` or `return`, and set steps to",
-    ),
+    ("breaks_at_once", r"it ended after step 0 of 4; go through ctx\.steps\(\)"),
+    ("breaks_within", r"it was left within step 3; leave it after step\.commit\(\), or before the first batch"),
+    ("stops_without_a_word", r"ctx\.stop\(''\): say why in words"),
     ("never_steps", "it ended after step 0 of 4"),
     ("no_run", r"step 1: step\.commit\(\) before step\.run\(\); run the microbatches of the step first"),
     ("runs_twice", "step 1: its microbatches are run twice"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Column, Table
@@ -21,7 +20,7 @@ from elastic.runs.quarantine import held_in
 from elastic.runs.run import Run
 from elastic.runs.which import left_behind, parsed, version_at
 from storage.checkpoints import EXPORTED, Manifest, has_average
-from storage.errors import Exists, Full
+from storage.errors import Exists
 from storage.slices import Tensor, nbytes
 
 
@@ -289,27 +288,12 @@ LIVES = (
 
 def _delete(run: Run, versions: Sequence[Version], why: str, claim: int) -> None:
     try:
-        for version in versions:
-            with _told_if_full(run, version):
-                retention.mark(run, [version], why, claim)
+        retention.mark(run, versions, why, claim)
         for version in versions:
             gone = retention.remove(run, [version], claim)
             say(f"{version} is deleted" if gone else f"{version} stays: a fork has begun to need it")
     except Exists:
         raise PlatformGaveUp(f"another command has begun to train {run.job.name} meanwhile; what is left is as its rules say") from None
-
-
-@contextmanager
-def _told_if_full(run: Run, version: Version) -> Iterator[None]:
-    """Says which folder may be removed by hand if the bucket is too full for the mark with which a deletion begins."""
-    try:
-        yield
-    except Full as error:
-        folder = run.store.full_name(run.checkpoints.folder(version))
-        raise PlatformGaveUp(
-            f"the bucket is full, so that not even the mark with which a deletion begins can be written; nothing needs {version}: remove "
-            f"its folder by hand ({folder}), and give the same command again"
-        ) from error
 
 
 def at_rest(job: Job, force: bool, lives: str) -> tuple[Run, int]:

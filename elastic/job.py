@@ -95,8 +95,8 @@ class Job(Part):
     device, with ``init_weights()``.  ``elastic.models.llama:build`` has Llama 3 and Qwen 3 too, ``elastic.models.gpt2:build`` has GPT-2.
     """
     model_args: Refused[dict[str, JsonValue]] = {}  # noqa: RUF012 (pydantic copies it)
-    """Arguments of ``model``.  Our own models take the name of a published one: ``{ preset = "qwen3-8b" }``.  Here, and in arguments of
-    data and sinks, ``${NAME}`` is the value of an environment variable where the code runs.  A secret is refused in any other form."""
+    """Arguments of ``model``.  Our own models take the name of a published one: ``{ preset = "qwen3-8b" }``.  Here, and in all other
+    arguments, ``${NAME}`` is the value of an environment variable where the code runs.  A secret is refused in any other form."""
     init: Refused[Annotated[str, AfterValidator(checkpoint_word)]] = ""
     """A checkpoint of another run in the same bucket, as ``run@400``, ``run@best`` or ``run@latest``, whose weights the run begins with, at
     step 0 and with fresh moments.  The choice is made when the run begins, and stays.  Empty: the model initialises itself.
@@ -304,8 +304,7 @@ class Job(Part):
 
     def trajectory(self) -> dict[str, Any]:
         """Returns the settings that define the trajectory."""
-        settings = self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY)
-        settings["model_args"] = without_secrets("model_args", settings["model_args"], stands_for_secret)
+        settings = without_secrets("", self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY), stands_for_secret)
         for section, later in _LATER.items():
             settings[section] = {name: value for name, value in settings[section].items() if name not in later or value != later[name]}
         without = {name: {} for name in _LATER} | BEFORE

@@ -219,7 +219,7 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
         awaited = event.worker in known.members and event.worker not in (*known.reported, *known.refused)
         refused = (*known.refused, event.worker) if event.worker and awaited else known.refused
         _put(decision, replace(known, ask_at=ask_at, refused_at=since, refused=refused))
-        if event.full and known.refused_at is None:
+        if event.full:
             retain(decision, at_once=True)
         if of_manifest:
             decision.say(f"{what}; again in {decision.rules.fence_s:g} s{_until(decision)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from math import ceil
 from typing import Any
@@ -140,7 +140,7 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
     if layout is None or not run.cluster.keepers:
         return None
     kept = copy_inventory.listed(run)
-    layout, seated = _without_loss(run, there, layout, kept)
+    layout, seated = _without_loss(run, rules, layout, there, kept)
     members = _passed_on(run, seated)
     source = newest_source(run, members, kept)
     store = _store_node(run, members)
@@ -215,19 +215,24 @@ def _seated(run: RunState, there: tuple[WorkerId, ...], layout: Layout, kept: Se
 
 
 def _without_loss(
-    run: RunState, there: tuple[WorkerId, ...], layout: Layout, kept: Sequence[Holding]
+    run: RunState, rules: Rules, layout: Layout, there: tuple[WorkerId, ...], kept: Sequence[Holding]
 ) -> tuple[Layout, tuple[WorkerId, ...]]:
-    """Returns ``layout`` and its members; or the larger one of the world before, if only that has seats for all that steps would be lost
-    without: a smaller one may be better now that a member with little room is gone, but a spare gives nobody what it holds.
+    """Returns ``layout`` and its members; or those of the layout that the rule gives for the most shards, if only that loses no steps.
+
+    ``layout`` may have fewer seats than the step has holders, or too large shards for the device of one, and a spare gives nobody what it
+    holds.  The other one has no fewer members: growth would end its world at once.
     """
-    members, before = _seated(run, there, layout, kept), run.plan.layout if run.plan is not None else layout
-    newest = newest_source(run, there, kept).version
-    if newest_source(run, members, kept).version == newest or not layout.world < before.world <= len(there):
+    members, everyone = _seated(run, there, layout, kept), candidates(run, rules)
+    newest = newest_source(run, everyone, kept).version
+    if newest_source(run, members, kept).version == newest:
         return layout, members
-    stay = _seated(run, there, before, kept)
-    nodes = Counter(run.workers[worker].node for worker in there)
-    has_room = before.dp_shard >= max(least_shard(run.members, there), _least_copied(run.members, there, nodes))
-    return (before, stay) if has_room and newest_source(run, stay, kept).version == newest else (layout, members)
+    shards = min(len(everyone), rules.max_workers) // (rules.layout.dp_replicate or 1)
+    fitting = tuple(worker for worker in everyone if run.workers[worker].least_shard <= shards)
+    widest = _layout_of(run.members, fitting, replace(rules, layout=rules.layout.at_least(shards)))
+    if widest is None or widest.world < layout.world:
+        return layout, members
+    seated = _seated(run, fitting, widest, kept)
+    return (widest, seated) if newest_source(run, seated, kept).version == newest else (layout, members)
 
 
 def _passed_on(run: RunState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:

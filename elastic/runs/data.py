@@ -13,6 +13,9 @@ from elastic.runs.run import Run
 from storage.documents import seal, unseal
 from storage.errors import Damaged, Exists, Missing
 
+OF_ROWS = "rows-"
+"""The fingerprint of a dataset that has none itself begins with this: it is a digest of some rows."""
+
 
 def bind(run: Run, fingerprint: str, samples: int) -> None:
     """Binds the run to its samples.  Raises like :func:`check`."""
@@ -42,10 +45,13 @@ def check(run: Run, fingerprint: str, samples: int) -> bool:
             name = origin.run
     here = without_secrets("data.args", run.job.data.args)
     if found["fingerprint"] != fingerprint:
+        same = "let fingerprint() be the same in every process"
+        if fingerprint.startswith(OF_ROWS) and found["fingerprint"].startswith(OF_ROWS):
+            same = "if only numbers that its rows compute are others on this kind of CPU, give it a fingerprint() that returns the latter"
         raise JobError(
             f"data.args = {here}: the dataset has the fingerprint {fingerprint}, but the run {run.job.name!r} in "
             f"bucket = {run.job.bucket!r} was begun on {found['fingerprint']} (data.args = {without_secrets('data.args', found['args'])}); "
-            f"give this run another name, or the data it was begun on, and let fingerprint() be the same in every process"
+            f"give this run another name, or the data it was begun on, and {same}"
         )
     if (begun_on := found.get("samples", samples)) != samples:  # runs of earlier versions did not note it
         raise JobError(

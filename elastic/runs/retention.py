@@ -131,12 +131,15 @@ def collect(run: Run, keep: Keep, asked: Retain | None, claim: int, now: float |
     Raises :class:`Exists` for another claim.
     ``asked``, ``now`` and ``known`` are as :func:`look` has them.
     """
-    at_once = asked is not None and asked.at_once
-    found = look(run, keep, asked, now, None if at_once else known).verdict
-    most = None if at_once else MOST
-    gone = remove(run, found.marked[:most], claim)
-    marked = mark(run, found.due[:most], "no rule keeps it", claim)
-    return Verdict(found.kept, (*gone, *remove(run, marked, claim)) if at_once else gone, marked)
+    at_once, gone, marked = asked is not None and asked.at_once, list[Version](), list[Version]()
+    # Of a full bucket what is known frees room first, since a look at all of many takes long; it also finds what has no object.
+    for seen in (known, None) if at_once and known else (None if at_once else known,):
+        found = look(run, keep, asked, now, seen).verdict
+        gone += remove(run, found.marked[: None if at_once else MOST], claim)
+        for version in found.due[: None if at_once else MOST]:
+            marked += mark(run, [version], "no rule keeps it", claim)
+            gone += remove(run, [version], claim) if at_once else ()
+    return Verdict(found.kept, tuple(gone), tuple(marked))
 
 
 def mark(run: Run, versions: Iterable[Version], why: str, claim: int) -> tuple[Version, ...]:
@@ -145,19 +148,22 @@ def mark(run: Run, versions: Iterable[Version], why: str, claim: int) -> tuple[V
     Raises :class:`Exists` if the newest claim of the run is another one.
 
     Whoever claims the run looks after that at the checkpoint from which a branch is to go on.  So a mark that was written after that look
-    is taken back: the claim is seen here.
+    is taken back: the claim is seen here.  A fork does not mind a note that was written after its look, but needs the manifest.
     """
     marked = list[Version]()
     for version in versions:
         _check(run, claim)
         if version not in forks.references(run.store, run.job.name):
-            run.checkpoints.mark(version, why)
-            marked.append(version)
+            noted = run.checkpoints.mark(version, why)
             try:
                 _check(run, claim)
             except Exists:
                 run.checkpoints.unmark(version)
                 raise
+            if not noted and version in forks.references(run.store, run.job.name):
+                run.checkpoints.unmark(version)
+            else:
+                marked.append(version)
     return tuple(marked)
 
 
@@ -198,8 +204,8 @@ class Retention:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._waiting = 0
         self._known: Known = {}
-        self._failed = False
-        """True if the last round failed: that is said once."""
+        self._failed = self._full = False
+        """True if the last round failed, or found nothing to delete in a full bucket: that is said once."""
 
     def ask(self, asked: Retain | None) -> None:
         """Performs a round for ``asked``, unless another one is asked for before it begins."""
@@ -227,8 +233,8 @@ class Retention:
                 self.tell(f"old checkpoints could not be deleted: {error}; it is tried again after each save")
             self._failed = True
             return False
-        self._failed = False
-        if asked is not None and asked.at_once and not found.marked:
+        before, self._full, self._failed = self._full, asked is not None and asked.at_once and not found.marked, False
+        if self._full and not before:
             self.tell(no_room(self.run, found.kept))
         return bool(found.marked)
 

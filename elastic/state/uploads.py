@@ -65,6 +65,8 @@ class Task:
     """The time before which the part is not tried again."""
     refused: bool = False
     """True if the bucket has refused the part and the coordinator was told so; nothing has reached the bucket since."""
+    full: bool = False
+    """True if the last refusal was for want of room."""
     refusals: int = 0
     """Number of times that the bucket refused the part while it counted as being written."""
     told: tuple[ShardSaved | SaveFailed, ShardReceipt | None] | None = None
@@ -219,10 +221,13 @@ class Uploads:
         self._tell(task, _failed(task, f": {why}", again=False), None)
 
     def _refused(self, task: Task, why: str, full: bool) -> None:
-        """Tries the part again soon, as long as its save is under way: the copy stays where it is.  Says so once."""
+        """Tries the part again soon, as long as its save is under way: the copy stays where it is.  Says so once, and once that there is
+        no room.
+        """
         with self._lock:
             task.number, task.attempts, task.again_at = 0, 0, time.monotonic() + AGAIN_S
-            known, task.refused, task.refusals = task.refused, True, task.refusals + (not task.refused)
+            known, task.refusals = task.refused and (task.full or not full), task.refusals + (not task.refused)
+            task.refused, task.full = True, full
         if not known:
             self.tell(task.save, _failed(task, f" yet: {why}", again=True, full=full), None)
 

@@ -139,23 +139,26 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
 
 
 def _check_secrets(job: Job) -> list[str]:
-    """Raises :class:`JobError` for an argument that is a secret, since all arguments are written to the bucket.
+    """Raises :class:`JobError` for a setting that is a secret, or has one in a URL, since all settings are written to the bucket.
 
     Returns a sentence for each that is there already, because an older release has begun the run.
     """
-    tables: dict[str, Any] = {"model_args": job.model_args, "data.args": job.data.args, "validation.args": job.validation.args}
-    tables["metrics.sinks"] = job.metrics.sinks
-    if not (found := [name for setting, table in tables.items() for name in literal_secrets(setting, table)]):
+    settings = job.model_dump(mode="json")
+    if not (found := [name for setting, value in settings.items() for name in literal_secrets(setting, value)]):
         return []
     stored = branches.flat(branches.stored(ObjectStore.open(job.bucket), job.name) or {})
-    here = branches.flat(job.model_dump(mode="json"))
+    here = branches.flat(settings)
     where, notes = f"in {job.name}/job.json in the bucket", list[str]()
     for name in found:
         variable = re.sub(r"\W", "_", name.rpartition(".")[2]).upper()
         fix = f"write {name} = '${{{variable}}}', and set that environment variable for this command, and where the nodes are started"
+        what = "is a secret"
+        if not re.match(r"model_args|metrics\.sinks|\w+\.args", name):  # only arguments are read from the environment
+            what, scheme = "has a secret in it", job.bucket.partition("://")[0].upper()
+            fix = f"leave it out; fsspec takes that of a bucket from a variable of the environment, as FSSPEC_{scheme}_PASSWORD"
         if name not in stored or stored[name] != here[name]:
-            raise JobError(f"{name} is a secret, and would stand {where} for everybody who reads it; {fix}")
-        notes.append(f"{name} is a secret, and stands {where} since the run began: replace the secret by a new one, and {fix}")
+            raise JobError(f"{name} {what}, and would stand {where} for everybody who reads it; {fix}")
+        notes.append(f"{name} {what}, and stands {where} since the run began: replace the secret by a new one, and {fix}")
     return notes
 
 

@@ -12,7 +12,8 @@ its digest in it; writing a manifest raises :class:`Exists`.
 
 A deletion has two phases.  ``mark`` adds a note: from then on the checkpoint is not good, and nobody begins from it.  ``remove``, later,
 takes away the manifest, then all the rest, and the note last.  So a deletion that was torn is seen by its note, wherever it was torn, and
-the next ``remove`` ends it.
+the next ``remove`` ends it.  Where there is no room for a note, the manifest goes in its place: what is left looks like a save that was
+never complete.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from storage.checkpoints.manifest import ABOUT, DAMAGED, DELETED, INDEX, MANIFES
 from storage.checkpoints.reader import FETCH_BYTES, Reader, Verified, verify
 from storage.checkpoints.shards import Entry, aligned_order, entry_of, header_of, metadata_of
 from storage.documents import File, digest_of, inflated, seal, unseal
-from storage.errors import BadFormat, Damaged, Exists, Incomplete, Missing
-from storage.objects import ObjectStore, Piece
+from storage.errors import BadFormat, Damaged, Exists, Full, Incomplete, Missing
+from storage.objects import ObjectStore, Piece, Sized
 from storage.slices import Slice, Tensor, Version
 
 T = TypeVar("T")
@@ -115,6 +116,8 @@ class Checkpoints:
         """The answers of :meth:`damage` so far."""
         self._made = set[Version]()
         """The versions that were committed, as this process knows, and were not seen in a listing yet."""
+        self._bare: dict[Version, bytes | None] = {}
+        """The manifests, if there were any, of the checkpoints that are being deleted without a note."""
 
     def holder(self, version: Version) -> str:
         """Returns the run in whose folder the checkpoint is."""
@@ -184,31 +187,41 @@ class Checkpoints:
 
     # ---- deleting
 
-    def mark(self, version: Version, reason: str) -> None:
+    def mark(self, version: Version, reason: str) -> bool:
         """Notes that the checkpoint, or what was written of one, is being deleted, and why.  From then on it is not good.
 
-        Raises :class:`ValueError` for an inherited one.
+        If there is no room for the note, the manifest goes at once, which has the same effect.  Returns whether there is a note.  Raises
+        :class:`ValueError` for an inherited one.
         """
         if version in self.inherited:
             raise ValueError(f"{version} is a checkpoint of {self.holder(version)}, so {self.run} does not delete it")
-        self._note(version, DELETED, reason)
+        try:
+            self._note(version, DELETED, reason)
+        except Full:
+            key = f"{self.folder(version)}/{MANIFEST}"
+            self._bare[version] = self.store.get(key) if self.store.exists(key) else None
+            self.store.delete(key)
+        return version not in self._bare
 
     def unmark(self, version: Version) -> None:
-        """Takes the note of :meth:`mark` back.  What :meth:`remove` has taken away stays away."""
+        """Takes back what :meth:`mark` has done.  What :meth:`remove` has taken away stays away."""
+        if (manifest := self._bare.pop(version, None)) is not None:
+            self.store.put_if_absent(f"{self.folder(version)}/{MANIFEST}", manifest)
         self.store.delete(f"{self.folder(version)}/{DELETED}")
 
     def remove(self, version: Version) -> None:
-        """Deletes a checkpoint that :meth:`mark` has marked: the manifest first, and the note last.  Does nothing if there is no note.
+        """Deletes a checkpoint that :meth:`mark` has marked: the manifest first, and the note last.  Does nothing if it is not marked.
 
         If it is interrupted, another call does the rest.
         """
         folder = self.folder(version)
-        if version in self.inherited or not self.store.exists(f"{folder}/{DELETED}"):
+        if version in self.inherited or (version not in self._bare and not self.store.exists(f"{folder}/{DELETED}")):
             return
         self.store.delete(f"{folder}/{MANIFEST}")
         self._at_once(self.store.delete, [key for key in self.store.list(f"{folder}/") if key != f"{folder}/{DELETED}"])
         self.store.delete(f"{folder}/{DELETED}")
         self.store.tidy(f"{folder}/")
+        self._bare.pop(version, None)
 
     # ---- reading
 
@@ -330,7 +343,7 @@ class Checkpoints:
         for name in (file.name, f"{stem}-{file.blake3[:16]}.{suffix}"):
             key = f"{self.folder(version)}/{name}"
             try:
-                self.store.put_if_absent(key, chunks())
+                self.store.put_if_absent(key, Sized(file.size, chunks()))
             except Exists:
                 if not self._is_there(key, file):
                     continue

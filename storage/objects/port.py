@@ -14,7 +14,8 @@ import errno
 import pkgutil
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from storage.errors import Missing, Unavailable
 from storage.objects.urls import backend_of
@@ -22,6 +23,18 @@ from storage.objects.urls import backend_of
 Piece = bytes | bytearray | memoryview
 Data = Piece | Iterable[Piece]
 """The content that a writer passes: the whole object, or its pieces one by one, so that the whole need not be in memory."""
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Yields the pieces of an object that has ``size`` bytes: a store that knows this beforehand uploads it in equal parts."""
+
+    size: int
+    pieces: Iterable[Piece]
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self.pieces)
+
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Errors of the system by which it refuses to store more."""
@@ -147,3 +160,8 @@ def below(folder: str, keys: Iterable[str]) -> list[str]:
 def pieces_of(data: Data) -> Iterable[Piece]:
     """Returns ``data`` as its pieces."""
     return (data,) if isinstance(data, bytes | bytearray | memoryview) else data
+
+
+def size_of(data: Data) -> int | None:
+    """Returns the number of bytes of ``data``, or None if only its end will tell."""
+    return data.size if isinstance(data, Sized) else memoryview(data).nbytes if isinstance(data, bytes | bytearray | memoryview) else None

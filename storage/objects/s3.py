@@ -7,8 +7,9 @@ Endpoint, region and credentials come from the node alone: from the standard var
 ``AWS_REGION``, ``AWS_PROFILE``, ``AWS_ACCESS_KEY_ID`` …) or from the machine's role.  A job and its messages never hold a secret.
 
 An object larger than ``part_bytes`` is uploaded in parts as its pieces come, ``UPLOADS`` at a time, and appears when the upload is
-completed.  Nobody says before how large it is, so the parts of a very large one grow (:func:`sizes_of`).  A create-only write sends
-``If-None-Match: *`` with the PUT or with the completion, so the store decides, for objects of any size.  :mod:`storage.objects.selftest`
+completed.  All are of one size, which some stores demand (Cloudflare's R2); only if nobody says before how large an object is, the parts of
+a very large one grow (:func:`sizes_of`).  A create-only write sends ``If-None-Match: *`` with the PUT or with the completion, so the store
+decides, for objects of any size.  :mod:`storage.objects.selftest`
 refuses a store that ignores it on either.  Each write puts a random mark into the object's metadata.  If an answer is lost and the retry
 finds an object, the mark tells the writer whether it is its own.
 
@@ -27,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
-from itertools import count
+from itertools import count, repeat
 from typing import Any
 
 from aiobotocore.session import AioSession
@@ -35,17 +36,17 @@ from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
 from storage.errors import Exists, Full, Missing, StorageError, Unavailable
-from storage.objects.port import Data, ObjectStore, below, pieces_of
+from storage.objects.port import Data, ObjectStore, below, pieces_of, size_of
 from storage.objects.remote import RemotePolicy, Transient
 from storage.objects.s3_errors import FAILURES, Refused, judged, meaning
 
 PART_BYTES = 32 * 2**20
-"""Bytes of each of the first 5,000 parts of an object.  S3 allows 5 MiB to 5 GiB."""
+"""Least number of bytes of a part, unless it is the last one.  S3 allows 5 MiB to 5 GiB."""
 PARTS = 10_000
 """Number of parts that S3 allows an object, which may have 5 TiB."""
 UPLOADS = 4
 """Parts under way at the same time.  With those that are being cut, writing an object takes the memory of seven parts: 224 MiB, and
-2.4 GiB at the end of an object of 312 GiB."""
+3.6 GiB for one of 5 TiB; 2.4 GiB at the end of one of 312 GiB whose size is not known."""
 COMPLETION_S = 280.0
 """Additional seconds for completing an upload: a store may take minutes to join the parts of a large object."""
 MARK = "elastic-write"
@@ -169,7 +170,7 @@ class S3(ObjectStore):
     def _write(self, key: str, data: Data, condition: Mapping[str, str]) -> None:
         self._path(key)
         mark = uuid.uuid4().hex
-        blocks = blocks_of(data, sizes_of(self.part_bytes))
+        blocks = blocks_of(data, sizes_of(self.part_bytes, size_of(data)))
         first, second = next(blocks, b""), next(blocks, None)
         try:
             if second is None and len(first) <= self.single_bytes:
@@ -274,11 +275,14 @@ def _objects(page: Answer) -> list[Mapping[str, Any]]:
     return [each for each in page.get("Contents", ()) if not each["Key"].endswith("/")]
 
 
-def sizes_of(part_bytes: int) -> Iterator[int]:
-    """Yields the sizes of an object's parts: ``part_bytes`` for half of them, then more and more, so that all make up 5 TiB and more.
+def sizes_of(part_bytes: int, size: int | None = None) -> Iterator[int]:
+    """Yields the sizes of the parts of an object of ``size`` bytes, which are all equal.
 
-    The last one is 65 times as large as the first: 2 GiB.
+    If its size is not known, they are ``part_bytes`` for half of them, then more and more, so that all make up 5 TiB and more.  The last
+    one is 65 times as large as the first: 2 GiB.
     """
+    if size is not None:
+        yield from repeat(max(part_bytes, -(-size // PARTS)))
     for number in count(1):
         yield part_bytes * (1 + max(0, number - PARTS // 2) * 128 // PARTS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from elastic.control.rules import Rules
 from elastic.control.run import Cluster, Forming, History, Members, RunState, Waiting, Worker
 from elastic.control.seating import candidates, layout_of, make_plan
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.layout import Layout, LayoutRule
+from elastic.plan.layout import USES, Layout, LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev
 from tests.control.play import CLASSES, Play, but, reformed, rules
@@ -79,7 +79,7 @@ def test_the_plan_keeps_seats_and_gives_nothing_up(run: RunState, rules: Rules) 
     assert (plan is None) == (layout is None)
     if plan is None or layout is None:
         return
-    assert (plan.generation, plan.layout, len(plan.members)) == (3, layout, layout.world)
+    assert (plan.generation, len(plan.members)) == (3, plan.layout.world) and plan.layout.world >= layout.world
     assert set(plan.members) <= set(fit) and len(set(plan.members)) == len(plan.members)
     if plan.layout.dp_shard == 1:  # every cell is the whole state: those that were members keep their order
         seated = [worker for worker in run.members.seats if worker in plan.members]
@@ -251,14 +251,8 @@ def test_no_layout_has_fewer_shards_than_a_device_needs(run: RunState, limits: R
 def test_a_smaller_layout_that_would_lose_steps_is_not_chosen(stays: bool) -> None:
     """Three shards are needed only for w4, a spare, which is lost; then a world of two that leaves out the third would lose five steps.  In
     the control the third is lost, too, and so are the steps."""
-    play = Play(rules(min_workers=2, max_workers=4, layout=LayoutRule(None, None, 2, "fit")))
-    play.tell(ev.Capacity(4))
-    for number, states in enumerate((9.0, 9.0, 9.0, 0.4), 1):
-        play.tell(ev.KeeperUp(NodeId(f"n{number}")))
-        play.tell(ev.Joined(WorkerId(f"w{number}"), NodeId(f"n{number}"), "cpu", CLASSES, states=states))
-    members = reformed(play).plan.members
+    play, members = crowded((7, 3), (9.0, 9.0, 9.0, 0.4), "n1 n2 n3 n4")
     assert str(play.plan.layout) == "1×3" and "w4" not in members
-    play.steps(1, 5)
     play.lose("w4")
     if stays:
         play.broken(members[0], "job", "ValueError: flaky", "ValueError at user.py:7")
@@ -268,3 +262,49 @@ def test_a_smaller_layout_that_would_lose_steps_is_not_chosen(stays: bool) -> No
         play.answer(member, Version(5, 1))
     found = (str(play.plan.layout), play.plan.version, play.plan.tier)
     assert found == (("1×3", Version(5, 1), "live") if stays else ("1×2", Version(0, 0), "init"))
+
+
+@pytest.mark.parametrize(
+    ("gone", "expected"), [(4, ("1×4", Version(5, 1), "live")), (3, ("1×3", Version(0, 0), "init"))], ids=["", "control"]
+)
+def test_a_wider_layout_is_chosen_if_only_that_loses_nothing(gone: int, expected: tuple[str, Version, str]) -> None:
+    """Eight rows in five shards leave the last one empty, so the other four hold every row.  Without its worker three shards are enough for
+    the room for copies, but a world of three would lose five steps.  In the control one with rows is lost, and so are the steps."""
+    play, members = crowded((8,), (1.0, 1.0, 1.0, 0.4, 0.4), "n1 n1 n1 n2 n2")
+    assert str(play.plan.layout) == "1×5"
+    play.lose(members[gone])
+    for member in members[:gone] + members[gone + 1 :]:
+        play.answer(member, Version(5, 1))
+    assert (str(play.plan.layout), play.plan.version, play.plan.tier) == expected
+
+
+def crowded(rows: tuple[int, ...], states: tuple[float, ...], nodes: str) -> tuple[Play, tuple[WorkerId, ...]]:
+    """Returns a run of workers on ``nodes`` after five steps, and its members; it has the fewest shards for which there is room."""
+    play = Play(rules(min_workers=2, max_workers=len(states), layout=LayoutRule(None, None, 2, "fit")))
+    play.tell(ev.Capacity(len(states)))
+    for node in dict.fromkeys(nodes.split()):
+        play.tell(ev.KeeperUp(NodeId(node)))
+    for number, (room, node) in enumerate(zip(states, nodes.split(), strict=True), 1):
+        play.tell(ev.Joined(WorkerId(f"w{number}"), NodeId(node), "cpu", classes(rows), states=room))
+    members = reformed(play).plan.members
+    play.steps(1, 5)
+    return play, members
+
+
+def test_no_plan_loses_steps_if_all_holders_may_be_members() -> None:
+    """Every small world whose rule leaves both degrees free: all that are there may form one replica, whatever shard degree each needs."""
+    worlds = 0
+    for number, twice, shards, use, least in product(range(2, 6), range(2), (1, 2), USES, product((1, 2, 3), repeat=2)):
+        cut, by = number - twice, rules(max_workers=number, layout=LayoutRule(None, None, shards, use))
+        workers = {WorkerId(f"w{n}"): Worker(NODES[n % 2], "cpu", 0.0, least_shard=(1, 1, 1, *least)[-1 - n]) for n in range(number)}
+        held = {name: (Holding(name, Version(5, 2), cell(cut, n % cut)),) for n, name in enumerate(workers)}
+        workers = {name: replace(each, holdings=held[name]) for name, each in workers.items()}
+        run = RunState(1, 2, Waiting(0.0), Members(workers, classes=CLASSES), Cluster(keepers=NODES), History(LINEAGE))
+        plan, layout = make_plan(run, by), layout_of(run, tuple(workers), by)
+        if plan is None or layout is None:
+            continue
+        assert plan.layout.world >= layout.world and all(workers[each].least_shard <= plan.layout.dp_shard for each in plan.members)
+        if max(least) <= number:
+            assert (plan.version, plan.tier) == (Version(5, 2), "live"), (number, cut, by.layout, least)
+            worlds += plan.layout != layout
+    assert worlds > 10

@@ -18,6 +18,7 @@ from elastic.data.loader import batch_of
 from elastic.data.rows import SAMPLED, Rows, dataset_of
 from elastic.errors import DataError
 from elastic.job import Job
+from elastic.runs.data import OF_ROWS
 from elastic.train.local import run_local
 from elastic.train.preflight import preflight
 from tests.support.chaos import exported_hash
@@ -156,6 +157,7 @@ def test_a_dataset_is_known_again_by_its_own_fingerprint_or_by_rows() -> None:
     assert known(Drawing()) == known(Drawing()), "rows that draw are the same in each process"
     assert torch.equal(before, torch.get_rng_state())
     changed = listed()
+    assert known(changed)[0].startswith(OF_ROWS)
     assert known(changed)[0] == known(listed())[0] == known(Classes())[0]
     changed[47] = {**changed[47], "t": changed[46]["t"]}
     assert len({known(each)[0] for each in (listed(), changed, listed()[:-1], Drawing(), Padded())}) == 5

@@ -320,6 +320,21 @@ def test_a_part_that_the_bucket_takes_again_is_being_written(tmp_path: Path, mon
         assert told.events.empty()
 
 
+FILLED = """for n in range(1, 9):
+    input(), print('{"number":', n, ', "refused": "no", "full":', n // 3, '}', flush=True)"""
+
+
+def test_a_bucket_that_is_full_after_it_was_down_is_told_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11: the coordinator deletes what may go once it hears of want of room.  Each is told once, of four and more refusals."""
+    monkeypatch.setattr("elastic.state.uploads.AGAIN_S", 0.01)
+    with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
+        uploads.command = [sys.executable, "-S", "-c", FILLED]
+        uploads.obey((1, 1), (SAVE,), SAVED.generation, SAVED)
+        assert [isinstance(event := told.next()[0], SaveFailed) and bool(event.full) for _ in range(2)] == [False, True]
+        until(lambda: next(iter(uploads._tasks.values())).number > 4)
+        assert told.events.empty()
+
+
 def test_an_uploader_that_cannot_be_started_is_tried_again_a_second_later(tmp_path: Path) -> None:
     """The keeper looks for copies fifty times a second, but tries, and says the reason, only every ``RETRY_S`` seconds."""
     said: list[str] = []

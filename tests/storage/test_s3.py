@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise, repeat
+from typing import Any
 
 import pytest
 from fsspec.asyn import sync
 
 from storage.errors import Exists, Full, Missing, Unavailable
-from storage.objects import ObjectStore
+from storage.objects import ObjectStore, Sized
 from storage.objects.remote import RemotePolicy, Transient
 from storage.objects.s3 import PART_BYTES, PARTS, S3, UPLOADS, sizes_of
 from tests.storage.conformance import Conformance, Writes
@@ -255,16 +256,33 @@ def test_an_object_has_as_many_bytes_as_s3_allows_in_as_many_parts() -> None:
     assert set(sizes[: PARTS // 2]) == {PART_BYTES} and sizes == sorted(sizes)
 
 
-@pytest.mark.parametrize("one_by_one", [True, False], ids=["pieces", "whole"])
-def test_an_object_of_more_parts_than_are_allowed_goes_up_in_larger_ones(
-    large: S3, monkeypatch: pytest.MonkeyPatch, one_by_one: bool
-) -> None:
+def test_parts_of_an_object_of_known_size_are_equal_and_no_more_than_are_allowed() -> None:
+    """Cloudflare's R2 refuses others, except for the last one."""
+    for size in (1, 159 * 2**30, 10_000 * PART_BYTES, 10_000 * PART_BYTES + 1, 5 * 2**40):
+        sizes = list(islice(sizes_of(PART_BYTES, size), PARTS))
+        assert (
+            sum(sizes) >= size and len(set(sizes)) == 1 and sizes[0] == (PART_BYTES if size <= 10_000 * PART_BYTES else -(-size // 10_000))
+        )
+
+
+@pytest.mark.parametrize("kind", ["pieces", "sized", "whole"])
+def test_an_object_of_more_parts_than_are_allowed_goes_up_in_larger_ones(large: S3, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """They are equal, as some stores demand, unless nobody says before how large the object is."""
     monkeypatch.setattr("storage.objects.s3.PARTS", 4)
-    data = random.Random(2).randbytes(6 * MIB5 + 3)
-    pieces = (data[first : first + MIB5] for first in range(0, len(data), MIB5))
-    large.put_if_absent("a", pieces if one_by_one else data)
+    data, sent, call = random.Random(2).randbytes(6 * MIB5 + 3), dict[int, int](), large._call
+    pieces = [data[first : first + MIB5] for first in range(0, len(data), MIB5)]
+
+    def counted(key: str, verb: str, arguments: Any = None, extra_s: float = 0.0) -> Any:
+        if verb == "upload_part":
+            sent[arguments["PartNumber"]] = len(arguments["Body"])
+        return call(key, verb, arguments, extra_s)
+
+    monkeypatch.setattr(large, "_call", counted)
+    large.put_if_absent("a", iter(pieces) if kind == "pieces" else Sized(len(data), iter(pieces)) if kind == "sized" else data)
     assert large.size("a") == len(data) and large.get("a") == data and uploads(large) == []
-    monkeypatch.setattr("storage.objects.s3.sizes_of", repeat)
+    *first, last = (sent[number] for number in sorted(sent))
+    assert ({*first} == {-(-len(data) // 4)} and last <= first[0]) is (kind != "pieces")
+    monkeypatch.setattr("storage.objects.s3.sizes_of", lambda part_bytes, _: repeat(part_bytes))
     with pytest.raises(Unavailable, match="more bytes than 4 parts can hold"):
         large.put_if_absent("b", data)  # the control
     assert large.list() == ["a"] and uploads(large) == []

@@ -26,6 +26,7 @@ from elastic.errors import JobError
 from elastic.job import Job
 from elastic.protocol.builds import Build, difference
 from elastic.runs import data
+from elastic.runs.data import OF_ROWS
 from elastic.runs.run import Run
 from elastic.train.model import digest_of
 from elastic.train.session import build_of, make_session
@@ -125,6 +126,14 @@ def test_a_run_and_a_node_are_bound_to_the_number_of_samples(tmp_path: Path) -> 
     assert data.check(run, "numbers-1", 48)
     with pytest.raises(JobError, match=r"the dataset has 60 samples, but the run .* was begun on 48 with the same fingerprint"):
         data.check(run, "numbers-1", 60)
+    for other, known, fix in (
+        (OF_ROWS, f"{OF_ROWS}1", "fingerprint.. that returns the latter"),
+        ("mine", "yours", "the same in"),
+    ):
+        bound = Run.open(job_of(tmp_path / other, Net))
+        data.bind(bound, known, 48)
+        with pytest.raises(JobError, match=f"fingerprint {other}, but .* begun on {known} .*{fix}"):
+            data.check(bound, other, 48)
     here, there = Build(data="numbers-1", samples="48"), Build(data="numbers-1", samples="60")
     found = difference(there, here, True)
     assert found is not None and found.sentence.startswith("the dataset's length is 60 there and 48")

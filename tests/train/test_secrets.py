@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from actors.cli import main
+from elastic.engine.optim.base import Hyper, Part, Rule
 from elastic.job import Job
 from elastic.models import llama
 from elastic.report.metrics import Row
@@ -33,6 +35,20 @@ class Held(Sums):
         super().__init__(**args)
 
 
+def sgd(parts: list[Part], grads: list[Tensor], hyper: Hyper) -> None:
+    assert hyper.settings.args == {"secret": HUSH}
+    for part, grad in zip(parts, grads, strict=True):
+        part.values.sub_(grad, alpha=hyper.lr)
+
+
+SGD = Rule((), sgd)
+
+
+def flat(step: int, steps: int, api_token: str) -> float:
+    assert api_token == HUSH
+    return 1.0
+
+
 class Table:
     def __init__(self, run: object, token: str) -> None:
         assert token == HUSH and HUSH not in str(vars(run))
@@ -44,12 +60,14 @@ class Table:
         taken.extend(rows)
 
 
-def job_of(folder: Path, secret: str, variable: str) -> str:
-    """Writes a job file whose model has ``secret``, and whose data and sink have the environment variable; returns its path."""
+def job_of(folder: Path, secret: str, variable: str, **others: str) -> str:
+    """Writes a job file whose model has ``secret``, and whose other code has the environment variable; returns its path."""
     values: dict[str, Any] = {**LIGHT, "steps": 4, "checkpoint": {"save_every": 2}}
     values["model"], values["model_args"] = f"{__name__}:build", {**LIGHT["model_args"], "api_key": secret}
     values["data"] = {"dataset": f"{__name__}:Held", "args": {"reader": {"password": variable}}}
     values["metrics"] = {"sinks": {f"{__name__}:Table": {"token": variable}}}
+    values["optim"] = {"kind": f"{__name__}:SGD", "args": {"secret": others.get("optim", variable)}}
+    values["schedule"] = {"kind": f"{__name__}:flat", "args": {"api_token": others.get("schedule", variable)}}
     job = toy_job(folder / "bucket", **values)
     path = folder / "toy.toml"
     path.write_text(to_toml(job))
@@ -78,6 +96,9 @@ def test_a_secret_is_refused_unless_an_environment_variable_names_it(
     for literal in ({"secret": "${API_KEY}", "variable": HUSH}, {"secret": HUSH, "variable": "${API_KEY}"}):
         assert main(["train", job_of(tmp_path, **literal), "--local"]) == 1
         assert "is a secret" in said(capsys)
+    for section, name in (("optim", "secret"), ("schedule", "api_token")):
+        assert main(["train", job_of(tmp_path, "${API_KEY}", "${API_KEY}", **{section: HUSH}), "--local"]) == 1
+        assert f"{section}.args.{name} is a secret, and would stand in " in said(capsys)
     assert not (tmp_path / "bucket").exists()
 
     path = job_of(tmp_path, "${API_KEY}", "${API_KEY}")
@@ -104,3 +125,15 @@ def test_a_run_that_an_older_release_has_begun_with_a_secret_goes_on(
     assert main(["train", job_of(tmp_path, "${API_KEY}", "${API_KEY}"), "--local"]) == 0
     shown = said(capsys)
     assert "one worker in this process, from step 4 of generation 1 (bucket)" in shown and "is a secret" not in shown
+
+
+def test_a_bucket_whose_url_has_a_password_is_refused(tmp_path: Path, capsys: SHOWN, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control is the same URL without it."""
+    monkeypatch.setenv("API_KEY", HUSH)
+    path = Path(job_of(tmp_path, "${API_KEY}", "${API_KEY}"))
+    for password, code in ((f":{HUSH}", 1), ("", 0)):
+        path.write_text(re.sub(r"(?m)^bucket = .*", f"bucket = 'memory://me{password}@secrets/x'", path.read_text()))
+        assert main(["train", str(path), "--local"]) == code
+        shown = said(capsys)
+        assert ("bucket has a secret in it, and would stand in toy/job.json in the bucket" in shown) is bool(password)
+        assert HUSH not in shown

@@ -26,7 +26,7 @@ from elastic.engine.optim.groups import REST
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import CodeError
-from elastic.imports import load
+from elastic.imports import arguments, load
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from storage.slices import AVERAGE, Slice
@@ -259,6 +259,7 @@ class Optimizer:
         shapes of the whole tensors, if ``parameters`` are not whole, and ``groups`` the groups of those that the job names.
         """
         self.job, self.rule = job, rule
+        self._settings = job.optim.model_copy(update={"args": arguments("optim.args", job.optim.args)})
         self.updates = torch.zeros((), dtype=torch.float32)
         """Number of updates applied.  A step that is skipped does not count."""
         self._names = sorted(parameters)
@@ -298,7 +299,7 @@ class Optimizer:
         count, most = tokens.clamp(min=1), self.job.optim.clip_norm
         norm = squared_norm.sqrt() / count
         clip = torch.where(norm > most, most / norm, 1.0)
-        before = Before(self.job.optim, count * self.loss_scale.value, clip, world)
+        before = Before(self._settings, count * self.loss_scale.value, clip, world)
         self._prepared = self.rule.prepare([*self.parts.values()], [grads[name] for name in self.parts], before)
 
     @torch.no_grad()
@@ -315,7 +316,7 @@ class Optimizer:
         clip = job.optim.clip_norm / outcome.norm if outcome.norm > job.optim.clip_norm else 1.0
         before = {name: value.clone() for name, value in self.scalars.items()}
         missed = {name: count for name, count in zip(self._names, self.missed.tolist(), strict=False) if count}
-        hyper = Hyper(job.optim, lr, self.updates, self.scalars, 0.0, divide, clip, prepared, job.seed, outcome.step, missed)
+        hyper = Hyper(self._settings, lr, self.updates, self.scalars, 0.0, divide, clip, prepared, job.seed, outcome.step, missed)
 
         def update(parts: list[Part]) -> None:
             used = [part for part in parts if part.name not in unused] if unused else parts

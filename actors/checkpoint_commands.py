@@ -17,6 +17,7 @@ from elastic.protocol.spikes import Held
 from elastic.report.words import counted
 from elastic.runs import branches, forks, retention
 from elastic.runs.quarantine import held_in
+from elastic.runs.resume import BEST, checkpoint
 from elastic.runs.run import Run
 from elastic.runs.which import left_behind, parsed, version_at
 from storage.checkpoints import EXPORTED, Manifest, has_average
@@ -263,7 +264,7 @@ def export(
     from elastic.train.published import published  # it imports torch
 
     run = Run.begun(job)
-    version = version_at(run, step)
+    version = checkpoint(run, BEST) if step == BEST else version_at(run, step)
     if average and not has_average(run.checkpoints.open(version)):
         raise JobError(f"--average: the checkpoint of {version} has no average of the weights, which optim.average keeps; leave it out")
     made = published(run, job, version, rename=transformers, accept_code=accept_code, tell=lambda each: say(each, "note: ", "yellow"))

@@ -253,7 +253,9 @@ def _add_checkpoint(parsers: Any) -> None:
     verify = _takes_job(parsers, "verify", "commands:checkpoint_verify", "check every digest of a checkpoint")
     export = _takes_job(parsers, "export", "commands:checkpoint_export", "write whole tensors as safetensors, for other programs")
     for command in (show, verify, export):
-        command.add_argument("--step", help="step of the checkpoint, or STEP.GENERATION of one left behind (default: the newest good one)")
+        best = ", or best" if command is export else ""
+        which = f"step of the checkpoint, or STEP.GENERATION of one left behind{best} (default: the newest good one)"
+        command.add_argument("--step", help=which)
     export.add_argument("--average", action="store_true", help="write the average of the weights (optim.average) in place of the weights")
     export.add_argument("--transformers", action="store_true", help="name tensors as from_pretrained of transformers wants them")
     export.add_argument("--accept-code", action="store_true", help="use today's code, although the step was made by other code")

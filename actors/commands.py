@@ -191,7 +191,7 @@ def evaluate(known: Namespace) -> int:
     version, found = evaluate_here(
         job, known.step, accept_code=known.accept_code, average=known.average, tell=lambda each: say(each, "note: ", "yellow")
     )
-    say(told_of(version.step, found))
+    say(f"{told_of(version.step, found)}{', of the average of the weights' if known.average else ''}")
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
-from actors import cluster
+from actors import cluster, own_cluster
 from actors.begin import Show, begin, begin_here, claim, finished, note_code
 from actors.coordinator import Coordinator
 from actors.ends import kill_all
@@ -124,19 +124,19 @@ def launch(
     show: Show | None = None,
     look: Look = _nothing,
 ) -> Result:
-    """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.  ``show`` gets each line about what happens,
-    and ``look`` each answer of the coordinator; without ``show`` they are printed.
+    """Trains ``job`` to its end.  ``local`` runs one worker in this process, without Ray.  ``show`` gets each line, and ``look`` each
+    answer of the coordinator; without ``show`` lines are printed.
 
     A run that began with other settings goes on with these if ``branch`` says so, unless its state or its place in the data does not fit.
     A run that has no save takes them without a word.  A run whose code was other goes on with that of now if ``accept_code`` says so.
     ``resume`` is ``latest``; or a step of the run, from which a new branch goes on; or ``run@latest``, ``run@best`` or ``run@step``, a
-    checkpoint of another run in the same bucket, from which a new run goes on.
-    ``again`` starts a run that was restarted in vain too often.
+    checkpoint of another run in the same bucket, from which a new run goes on.  ``again`` starts one that was restarted in vain too often.
 
-    Raises :class:`~elastic.errors.ElasticError` if the job cannot work as it is.  Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 to the driver that
-    started the run asks for a clean stop with a save; a second Ctrl-C or SIGTERM raises KeyboardInterrupt, and the run stops by itself.
-    An attached driver merely detaches, unless it is the last one.  With ``on_driver_exit = "detach"`` the first one merely detaches too.
+    Raises :class:`~elastic.errors.ElasticError` if the job cannot work.  Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 to the driver that started the
+    run asks for a clean stop with a save; a second Ctrl-C or SIGTERM raises KeyboardInterrupt, and the run stops by itself.  An attached
+    driver merely detaches, unless it is the last one.  With ``on_driver_exit = "detach"`` the first one merely detaches too.
     """
+    own_cluster.drop()
     with Requests() as requests, nullcontext() if show else lasting():
         if show is None:
             screen = screen_for(job)
@@ -152,7 +152,7 @@ def launch(
             _refuse_change(job, asked or accept_code)
             requests.note()
             return _attached(job, coordinator, requests, show, look)
-        if not local and not asked and (done := finished(job)) is not None:
+        if not asked and (done := finished(job)) is not None and (not local or done[1] < job.steps):
             return _result(job, "Finished", *done)
         objects = [] if local else pack(job)
         checked = _checked(job, address, show, local=local, branch=asked, accept_code=accept_code, start=start)

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -116,6 +117,16 @@ def wait() -> None:
     if error is not None:
         advice = "is this machine overloaded, or its temporary folder full or read-only?"
         raise PlatformGaveUp(f"a local Ray cluster did not start ({type(error).__name__}: {str(error).strip()}); {advice}") from error
+
+
+def drop() -> None:
+    """Ends a cluster for which nobody has waited, since the job for which it was begun has failed in its checks."""
+    global _start
+    if pending():
+        with suppress(PlatformGaveUp):
+            wait()
+            ray.shutdown()
+    _start = None
 
 
 def leave(code: int) -> None:

@@ -21,8 +21,8 @@ from actors.processes import clear, end_on_sigterm, left_here, life_of, log_fold
 from actors.screen import screen_for, show_result
 from actors.terminal import say
 from actors.view import View
-from elastic.control.run import Ended, Failed, Stopped
-from elastic.errors import PlatformGaveUp
+from elastic.control.run import Ended, Failed, Finished
+from elastic.errors import JobError, PlatformGaveUp
 from elastic.job import Job
 from elastic.runs import owed, skipped
 from elastic.runs.resume import over_fits
@@ -71,7 +71,8 @@ class Absent:
         if elsewhere:
             stands = f"was begun with --local {elsewhere}, and has told no end; if it lives, end it there with Ctrl-C"
         how = "" if end is None else f"; it ended as {type(end).__name__}"
-        why = f" ({end.reason})" if isinstance(end, Stopped | Failed) else ""
+        reason = "" if end is None else end.why if isinstance(end, Finished) else end.reason
+        why = f" ({reason})" if reason else ""
         known = run.standing(0, 0.0)
         newest = max(known.history.saved, default="none")
         rest = (run.passed_over(known), skipped.sentence(run, known.skips), over_fits(run), owed.sentence(owed.debts(run)))
@@ -294,6 +295,8 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
         time.sleep(FOLLOW_S)
     if not said:
         of, who = (f" of {', '.join(workers)}", "no such worker") if workers else ("", "no worker of the run")
+        if (owner := run.owner()) is not None and owner["address"] == LOCAL:
+            raise JobError(f"{job.name} runs with --local, which keeps no logs: its process prints where it was started")
         killed = f"one that was killed leaves them on its nodes, in {log_folder(f'{job.name}-*')}, and here there are none"
         say(f"no logs{of} in {job.bucket}/{prefix}, and {who} lives on a cluster that can be reached from here; {killed}")
     return 0 if said else 1

@@ -25,6 +25,7 @@ from elastic.control.decision import Decision
 from elastic.control.rules import Rules
 from elastic.control.run import Host, RunState, Stopping, Waiting
 from elastic.ids import NodeId, Version
+from elastic.plan.copy_budget import LATER
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.actions import ListCopies, Pair, Release
@@ -183,7 +184,8 @@ def paces(run: RunState) -> tuple[int, int]:
         return 0, 0
     agreed = (last.copy_every, last.buddy_every) if last is not None and last.generation == plan.generation else (0, 0)
     copies, buddies = (
-        max(planned, each) if planned else 0 for planned, each in zip((plan.copy_every, plan.buddy_every), agreed, strict=True)
+        max(planned, each if each < LATER else 0) if planned else 0
+        for planned, each in zip((plan.copy_every, plan.buddy_every), agreed, strict=True)
     )
     return copies, buddies
 

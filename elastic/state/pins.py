@@ -12,7 +12,7 @@ import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -21,6 +21,8 @@ from elastic.plan.copy_budget import BUDDY_SLOTS, amount, slot_size
 from elastic.state.node_memory import SPARE, alone, free_memory, take
 from elastic.state.region import Region
 
+AT_FIRST = 2
+"""Slots for which a worker waits before it joins: one keeps the copy that is complete, and one gets the next, without holding up a step."""
 Register = Callable[[torch.Tensor], Callable[[], object] | None]
 """``register(memory)`` pins memory and returns a call that ends this; None if it could not."""
 
@@ -70,12 +72,12 @@ class Pins:
         return [self._ends.get(slot, (0, None))[0] for slot in range(self.region.slots)]
 
     def ready(self) -> None:
-        """Returns once the first slot of :meth:`begin` has been seen to, in which the first copy goes."""
+        """Returns once as many slots of :meth:`begin` have been seen to as two worlds need that follow each other (``AT_FIRST``)."""
         self._first.wait()
 
-    def all_ready(self) -> bool:
-        """Returns whether all slots of :meth:`begin` have been seen to."""
-        return not self._coming
+    def usable(self) -> int:
+        """Returns the number of slots, from the first on, that have been seen to."""
+        return min([*self._coming], default=self.slots)
 
     def begin(self, slots: int, size: int) -> None:
         """Begins to pin the first ``size`` bytes of the first ``slots`` slots, unless a slot is pinned already."""
@@ -85,13 +87,18 @@ class Pins:
             self.slots = slots
             pins.start()
 
-    def _pin(self, slots: Iterable[int], size: int) -> None:
+    def _pin(self, slots: range, size: int) -> None:
         began = time.monotonic()
-        for slot in slots:
-            with self._locks[slot]:
-                if slot not in self._ends and (why := self._fit(slot, size, 0)):
-                    print(f"slot {slot} of {self.region.slots} is not pinned yet: {why}", flush=True)
-            self._coming.discard(slot)
+        try:
+            for slot in slots:
+                with self._locks[slot]:
+                    if slot not in self._ends and (why := self._fit(slot, size, 0)):
+                        print(f"slot {slot} of {self.region.slots} is not pinned yet: {why}", flush=True)
+                self._coming.discard(slot)
+                if slot + 1 >= min(AT_FIRST, self.slots):
+                    self._first.set()
+        finally:  # a copy into a slot that is missing tries again, and says why if it cannot
+            self._coming.difference_update(slots)
             self._first.set()
         print(f"host copies: {sum(self.sizes()) / 2**30:.2f} GiB pinned in {time.monotonic() - began:.1f} s", flush=True)
 

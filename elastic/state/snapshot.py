@@ -109,7 +109,7 @@ class Snapshots:
         """The copy that is being made, and a call that makes it again."""
 
     def ready(self) -> None:
-        """Returns once the first copy runs at full speed."""
+        """Returns once the first copies run at full speed."""
         self._way.ready()
 
     def enter(self, plan: Plan, worker: WorkerId, shard: Shard) -> None:
@@ -168,8 +168,10 @@ class Snapshots:
         assert copies is not None
         if self.region.copy("safe") != copies.buddied:
             self.region.set_copy("safe", copies.buddied)
+        held = self.region.all_held()[: self._way.slots]
         try:
-            slot = copies.slot(self.region.all_held()[: self._way.slots]) if shard.home is None else None
+            ready = held[: self._way.usable()]  # a slot that is still being pinned would hold up the step
+            slot = copies.slot(ready if copies.free(ready) else held) if shard.home is None else None
         except NoRoom:
             self._homeless = shard
             return
@@ -355,7 +357,7 @@ class Snapshots:
         return Copied(
             self.made.step if self.made and self.region["keeper"] and copied else NEVER,
             self.buddied.step if self.buddied else NEVER,
-            self.pace.copy_every(able=self._way.all_ready()),
+            self.pace.copy_every(able=self._way.usable() == self._way.slots),
             self.pace.buddy_every(self.region["brought_us"] / 1e6) if sent else 0,
             asks,
             int(lacking or not over),
@@ -381,9 +383,9 @@ class _Plain:
     def ready(self) -> None:
         """Returns at once: copies always run at full speed here."""
 
-    def all_ready(self) -> bool:
-        """Returns True: nothing is pinned."""
-        return True
+    def usable(self) -> int:
+        """Returns the number of slots: none waits to be pinned."""
+        return self.slots
 
     def pin(self, slots: int, size: int) -> None:
         """Pins nothing: copies from host memory need no pinned memory."""
@@ -417,7 +419,7 @@ class _Pinned:
         self._before, self._last = (torch.cuda.Event(blocking=True) for _ in range(2))
         self.pins = Pins(region, memory)
         self.pins.begin(min(slots_for(1, 0), region.slots), region["wanted"] // region.slots)
-        self.ready, self.all_ready, self.pin = self.pins.ready, self.pins.all_ready, self.pins.begin
+        self.ready, self.usable, self.pin = self.pins.ready, self.pins.usable, self.pins.begin
         self.fit, self.empty = self.pins.fit, self.pins.empty
 
     @property

@@ -40,7 +40,7 @@ ADDED = (
     "in the constructor"
 )
 GRADIENT = (
-    "the loop of {model!r} uses or changes gradients of its parameters (parameter.grad), by which the engine updates, over all workers: "
+    "the loop uses or changes gradients of the parameters of {model!r} (parameter.grad), by which the engine updates, over all workers: "
     "an optimizer of the loop, clip_grad_norm_ or a change by hand would do nothing, or workers would differ.  Set optim, optim.clip_norm "
     "and schedule in the job, give a parameter a hook (register_hook), and take the norm from the outcome of step.commit()"
 )

@@ -123,9 +123,11 @@ def rerun_here(job: Job, which: int | str, *, accept_code: bool = False) -> Agai
         raise JobError(f"--step {which}: {run.job.name} has had {newest_known} generations so far; `elastic checkpoint ls` lists them")
     watched = its.watch.model_copy(update={"every": 1})
     outcomes = list[Outcome]()
-    version = (
-        Version(0, 0) if step == 1 else version_at(run, str(step - 1)) if generation is None else version_before(run, step, generation)
-    )
+    try:
+        before = version_at(run, str(step - 1)) if step > 1 and generation is None else Version(0, 0)
+        version = before if step == 1 or generation is None else version_before(run, step, generation)
+    except JobError as error:
+        raise JobError(f"--step {which}: it is computed from the checkpoint of step {step - 1}: {error}") from None
     with _restored(run, job, its.replace(watch=watched, faults=()), version, made, its, accept_code) as (session, state, fence):
         shape = CommitShape(1, 1, its.microbatches, its.microbatch_size, Layout())
 

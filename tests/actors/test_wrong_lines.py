@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,9 @@ from elastic.__main__ import main as entry
 from elastic.config.sections import Workers
 from elastic.errors import STOPPED, PlatformGaveUp
 from elastic.runs.run import Run
-from tests.support.commands import Command
+from tests.support.commands import ROOT, Command
 from tests.support.job_file import to_toml
-from tests.support.patience import until
+from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import processes
 from tests.support.toys import toy_job
 
@@ -59,6 +62,30 @@ def test_checks_that_fail_end_the_cluster_that_starts_meanwhile(job: str, tmp_pa
     assert command.wait() == 1, command.text
     assert command.text.index("a Ray cluster starts on this machine") < command.text.index("elastic: job.toml with --model-args.heads: ")
     until(lambda: not [each for each in processes(str(tmp_path)) if "gcs_server" in each.command or "raylet/raylet" in each.command])
+
+
+TWICE = """
+import ray
+from actors.launch import launch
+from elastic.errors import JobError
+from tests.support.toys import toy_job
+
+job = toy_job("{bucket}", steps=2, workers={{"min": 1, "max": 1}})
+try:
+    launch(job.replace(model="elastic.models.llama:build", model_args={{"heads": 3}}), address="local")
+except JobError:
+    print("refused", flush=True)
+print(launch(job.replace(workers=job.workers.model_copy(update={{"max": 9}})), address="local").state, ray.cluster_resources()["CPU"])
+"""
+
+
+@pytest.mark.full
+def test_the_cluster_of_a_job_that_failed_in_its_checks_is_not_that_of_the_next(tmp_path: Path) -> None:
+    """The process of a notebook goes on, and its next job gets a cluster with room for itself."""
+    (tmp_path / "twice.py").write_text(TWICE.format(bucket=tmp_path / "bucket"))
+    ran = subprocess.run([sys.executable, "twice.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, check=False,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=4 * PATIENCE_S)  # fmt: skip
+    assert "refused" in ran.stdout and ran.stdout.splitlines()[-1] == "Finished 12.0", ran.stdout
 
 
 @pytest.mark.parametrize("command", [["train", "--local"], ["status", "--once"], ["checkpoint", "ls"]], ids=lambda words: words[0])

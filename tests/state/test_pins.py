@@ -55,7 +55,7 @@ def pinned_slots(driver: Driver) -> Pins:
     region = Region.create(3, WHOLE, 1)
     made = Pins(region, torch.frombuffer(region.memory, dtype=torch.uint8), driver.register)
     made.begin(3, HALF)
-    until(made.all_ready)
+    until(lambda: made.usable() == 3)
     return made
 
 
@@ -96,13 +96,13 @@ def test_a_copy_for_which_there_is_no_memory_is_refused_and_costs_nothing(free: 
     assert made.fit(0, WHOLE, 0) == "" and made.sizes() == [WHOLE, 0, HALF]
 
 
-def test_the_first_copy_waits_for_its_own_slot_alone(free: list[int]) -> None:
+def test_the_first_copies_do_not_wait_for_later_slots(free: list[int]) -> None:
     """Memory comes at gigabytes a second, so that of later slots comes beside the first steps.  The control: another slot is waited for."""
-    driver, second, go_on = Driver(), threading.Event(), threading.Event()
+    driver, third, go_on = Driver(), threading.Event(), threading.Event()
 
     def register(memory: torch.Tensor) -> Callable[[], object] | None:
-        if len(driver.pinned) == 2:  # the headers, and the first slot
-            second.set()
+        if len(driver.pinned) == 3:  # the headers, and two slots
+            third.set()
             assert go_on.wait(PATIENCE_S)
         return driver.register(memory)
 
@@ -110,16 +110,32 @@ def test_the_first_copy_waits_for_its_own_slot_alone(free: list[int]) -> None:
     made = Pins(region, torch.frombuffer(region.memory, dtype=torch.uint8), register)
     made.begin(3, HALF)
     made.ready()
-    assert second.wait(PATIENCE_S)
-    assert made.fit(0, HALF, 0) == "" and made.sizes() == [HALF, 0, 0] and not made.all_ready()
+    assert third.wait(PATIENCE_S)
+    assert [made.fit(slot, HALF, 0) for slot in (0, 1)] == ["", ""] and made.sizes() == [HALF, HALF, 0] and made.usable() == 2
     with ThreadPoolExecutor(1) as pool:
-        later = pool.submit(made.fit, 1, HALF, 0)
+        later = pool.submit(made.fit, 2, HALF, 0)
         with pytest.raises(TimeoutError):
             later.result(0.2)
         go_on.set()
         assert later.result(PATIENCE_S) == ""
-    until(made.all_ready)
+    until(lambda: made.usable() == 3)
     assert made.sizes() == [HALF] * 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_slot_whose_pinning_fails_is_waited_for_by_nobody(free: list[int]) -> None:
+    """A copy that needs it tries again, and says what is wrong."""
+
+    def register(memory: torch.Tensor) -> Callable[[], object] | None:
+        if threading.current_thread().name == "pin":
+            raise RuntimeError("no thread is left")
+        return driver.register(memory)
+
+    driver, region = Driver(), Region.create(3, WHOLE, 1)
+    made = Pins(region, torch.frombuffer(region.memory, dtype=torch.uint8), register)
+    made.begin(3, HALF)
+    until(lambda: not any(thread.name == "pin" for thread in threading.enumerate()))
+    assert made.sizes() == [0, 0, 0] and made.fit(1, HALF, 0) == "" and made.sizes() == [0, HALF, 0]
 
 
 def test_what_is_foreseen_is_left_where_it_does_not_fit(free: list[int]) -> None:

@@ -188,7 +188,8 @@ def _argument(setting: str, value: Any) -> Any:
 
 
 def failure(error: Exception) -> str:
-    """Describes in one line what the called code raised and where: the innermost frame outside of installed packages and of ours.
+    """Describes in one line what the called code raised and where: the innermost frame outside of installed packages and of ours, and
+    its caller if that is such a frame, too.
 
     If there is none, it is one of ours, or else the innermost.  The caller's own frame is left out, since it only says that the code was
     called.
@@ -197,7 +198,10 @@ def failure(error: Exception) -> str:
     others = [frame for frame in frames if "site-packages" not in frame.filename]
     users = [frame for frame in others if not _is_ours(frame)]
     frame = next((found[-1] for found in (users, others, frames) if found), None)
-    return _what(error) if frame is None else f"{_what(error)} (in {frame.filename}, line {frame.lineno})"
+    if frame is None:
+        return _what(error)
+    by = "".join(f", called in {each.filename}, line {each.lineno}" for each in users[-2:-1])
+    return f"{_what(error)} (in {frame.filename}, line {frame.lineno}{by})"
 
 
 def less_memory(error: BaseException) -> str:

@@ -135,7 +135,6 @@ def _try_with_gradients(session: Session, state: State, batch: dict[str, Any]) -
     except (ElasticError, OutOfMemory):
         raise
     except Exception as error:  # the user's code may raise anything
-        traceback.print_exc()
         shapes = ", ".join(f"{name!r} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for name, value in batch.items())
         mend = about_one_value(error, job) or remedy(error, state.model) or "mend the model, the loss or the dataset"
         raise ModelError(

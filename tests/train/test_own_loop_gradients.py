@@ -86,7 +86,7 @@ def restoring(ctx: Any) -> None:
 
 @pytest.mark.parametrize("loop", [scaling, clipping_norm, optimizing, adding])
 def test_a_loop_that_uses_gradients_that_are_not_there_is_refused(tmp_path: Path, loop: Callable[[Any], None]) -> None:
-    with pytest.raises(StateChanged, match=r"uses or changes gradients of its parameters .* Set optim, optim\.clip_norm"):
+    with pytest.raises(StateChanged, match=r"uses or changes gradients of the parameters .* Set optim, optim\.clip_norm"):
         run_local(job_of(tmp_path, Net, loop=f"{HERE}:{loop.__name__}", trial=False), lambda line: None)
 
 

@@ -261,11 +261,17 @@ def _in_frame(error: Exception, path: str) -> Callable[..., Any] | None:
     return found if callable(found) else None
 
 
+class Elsewhere(Exception):
+    """An exception of another process.  Its text is the traceback that a user is to see."""
+
+
 def users_traceback(error: BaseException, *, or_ours: bool = True) -> str:
     """Returns the traceback of ``error`` without the frames of our own packages.
 
     If there are no others, it has them, or without ``or_ours`` it is "": the sentence about the error says as much.
     """
+    if isinstance(error, Elsewhere):
+        return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not _is_ours(frame)]
     if not others and not or_ours:

@@ -65,7 +65,11 @@ class Data(Part):
     wait less for each other.  The dataset then also has ``lengths(ids)``.
     """
     prefetch: Free[Positive] = 2
-    """Number of microbatches that are read ahead of the one that is computed."""
+    """Number of microbatches that are read ahead of the one that is computed; with ``readers``, by each of them."""
+    readers: Free[Annotated[Whole, Field(ge=0)]] = 0
+    """Number of processes of each worker that read the samples, as ``num_workers`` of torch's DataLoader.  The bits are the same.  0: a
+    thread of the worker reads them.
+    """
 
 
 class Validation(Part):

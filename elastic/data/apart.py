@@ -6,6 +6,7 @@ dropout from the same one, and a thread that reads ahead would change it in the 
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,11 @@ from typing import Any
 import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def seed_of(ids: tuple[int, ...]) -> int:
+    """Returns the seed of the generators while the samples ``ids`` are read together."""
+    return int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager

@@ -6,11 +6,12 @@ need not be thread-safe.  An exception of the dataset is raised where the microb
 
 The first microbatches are read by the caller, who looks whether the dataset draws from the generators from which the model draws, too
 (``apart.py``).  If it does, the caller reads all of them, with generators that are seeded by their ids.
+
+With ``readers`` a thread for each of these processes waits for what it reads (``readers.py``), and generators are always seeded so.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 from collections import deque
@@ -20,8 +21,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elastic.data.apart import Draws, NoDraws, apart
+from elastic.data.apart import Draws, NoDraws, apart, seed_of
 from elastic.data.cursor import Cursor
+from elastic.data.readers import Readers
 from elastic.errors import DataError
 from elastic.imports import failure
 from elastic.plan.batch import Deal
@@ -76,12 +78,13 @@ class Loader:
         clock: Callable[[], float] = time.monotonic,
         named: str = "data.dataset",
         reads: Callable[[Ids], object] = len,
+        readers: Readers | None = None,
     ) -> None:
         """``named`` is the setting of the dataset, for errors.  ``reads`` is told the samples before each read, and then none."""
         self.dataset, self.cursor, self.microbatch, self.prefetch, self.named = dataset, cursor, microbatch, prefetch, named
-        self._clock, self._reads = clock, reads
+        self._clock, self._reads, self._readers = clock, reads, readers
         self._final = cursor.batches.final // microbatch
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") if prefetch else None
+        self._reader = ThreadPoolExecutor(readers.count if readers else 1, "loader") if prefetch else None
         self._next: Reading | None = None
         self._ahead: deque[tuple[Ids, Future[Batch] | None]] = deque()
         self._unread: Iterator[Ids] = iter(())
@@ -151,7 +154,9 @@ class Loader:
         return self._await(future, ids)
 
     def close(self) -> None:
-        """Ends the thread after the read that it is busy with."""
+        """Ends the thread after the read that it is busy with.  Readers end at once."""
+        if self._readers is not None:
+            self._readers.close()
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
 
@@ -177,12 +182,14 @@ class Loader:
 
     def _submitted(self, ids: Ids) -> Future[Batch] | None:
         """Lets the thread read ``ids``; returns None if the caller is to read them when they are needed."""
-        if self._reader is None or self.draws or self._looked_at < LOOKED_AT:
+        if self._reader is None or (self._readers is None and (self.draws or self._looked_at < LOOKED_AT)):
             return None
         return self._reader.submit(self._read_ahead, ids)
 
     def _read_ahead(self, ids: Ids) -> Batch:
         """Reads in the thread, where no operation may draw.  The first that does ends the reading ahead, before it has drawn."""
+        if self._readers is not None:
+            return self._known(self._readers.read(ids), ids)
         try:
             with NoDraws():
                 return self._read(ids)
@@ -193,10 +200,12 @@ class Loader:
     def _drew(self) -> None:
         if not self.draws:
             self.draws = True
+            if self._readers is not None:  # this process reads only to check the job
+                return
             print(
                 f"{self.named}: {_maker(self.dataset)[0]} draws from the default generators of torch, Python or numpy, or seeds them, as "
                 f"the model does: it is called when samples are needed, and not ahead; a generator of its own "
-                f"(torch.Generator().manual_seed(id)) is faster",
+                f"(torch.Generator().manual_seed(id)) is faster, and so is data.readers",
                 flush=True,
             )
 
@@ -204,7 +213,7 @@ class Loader:
         """Reads in the caller's thread, and leaves the generators of the model as they are."""
         if not self.draws and self._looked_at >= LOOKED_AT:
             return self._read(ids)
-        with apart(int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=8).digest(), "little") >> 1) as drawn:
+        with apart(seed_of(ids)) as drawn:
             batch = self._read(ids)
             drew = drawn()
         self._looked_at += 1

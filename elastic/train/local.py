@@ -119,7 +119,7 @@ def _train(
 ) -> tuple[str, str, int]:
     job, start = run.job, run.standing(incarnation, time.time())
     with TemporaryDirectory() as folder, _last_words(Path(folder) / "counters") as counters:
-        session = make_session(job, Counters(counters, create=True), prefetch=0)
+        session = make_session(job, Counters(counters, create=True), prefetch=None if job.data.readers else 0)
         if job.offloads:
             tensors = tensors_of(build_model(job, session.builder), session.rule)
             session.snapshots = make_snapshots(job, tensors, device, session.counters, session.faults)

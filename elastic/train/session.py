@@ -21,6 +21,7 @@ import elastic
 from elastic.config.values import without_secrets
 from elastic.data.cursor import Cursor, Lengths
 from elastic.data.loader import Dataset, Loader
+from elastic.data.readers import Readers
 from elastic.data.rows import dataset_of
 from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.schedule import check_schedule
@@ -195,8 +196,8 @@ def make_session(job: Job, counters: Counters, *, prefetch: int | None = None) -
     check_schedule(job)
     lengths = lengths_of(job, dataset) if job.data.group_by_length else None
     cursor = Cursor.of(job.stretches(), len(dataset), lengths, _sizes_of(job, dataset))
-    ahead, reads = job.data.prefetch if prefetch is None else prefetch, partial(counters.reads, "data")
-    loader = Loader(dataset, cursor, job.microbatch_size, ahead, named=_named(job), reads=reads)
+    ahead, reads = job.data.prefetch * max(job.data.readers, 1) if prefetch is None else prefetch, partial(counters.reads, "data")
+    loader = Loader(dataset, cursor, job.microbatch_size, ahead, named=_named(job), reads=reads, readers=_readers_of(job))
     loop = loop_of(job)
     faults, held_out = Faults(job.faults), _held_out(job, loader, counters)
     return Session(job, builder_of(job), rule, loss_of(job), cursor, loader, counters, faults, held_out=held_out, loop=loop)
@@ -216,6 +217,18 @@ def _sizes_of(job: Job, dataset: Dataset) -> tuple[int, ...]:
     return sizes
 
 
+def _readers_of(job: Job, section: str = "data") -> Readers | None:
+    """Returns the processes that read the dataset, if the job asks for some.  Raises :class:`JobError` for one that they cannot open."""
+    if not job.data.readers:
+        return None
+    if job.data.dataset in job.objects().values():
+        raise JobError(
+            f"data.readers = {job.data.readers}: each reader is a process that opens {_named(job, section)} by its name, and this is code "
+            f"of a script or a notebook; put it into a module and import it from there, or set data.readers = 0"
+        )
+    return Readers(job.data.readers, job.data.dataset, job.data.args, section)
+
+
 def _held_out(job: Job, loader: Loader, counters: Counters) -> Loader | None:
     """Opens the samples of the validation, if there is one.  Raises :class:`DataError`."""
     validation = job.validation
@@ -231,7 +244,8 @@ def _held_out(job: Job, loader: Loader, counters: Counters) -> Loader | None:
             f"give it more samples, or leave validation.samples out to take all"
         )
     named_in, reads = _named(held, "validation"), partial(counters.reads, "validation")
-    return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch, named=named_in, reads=reads)
+    readers = _readers_of(held, "validation")
+    return Loader(dataset, loader.cursor, job.microbatch_size, loader.prefetch, named=named_in, reads=reads, readers=readers)
 
 
 def loss_of(job: Job) -> Loss:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
-from elastic.data.loader import batch_of
+from elastic.data.cursor import Cursor
+from elastic.data.loader import Loader, batch_of
+from elastic.data.readers import Readers
 from elastic.data.rows import SAMPLED, Rows, dataset_of
-from elastic.errors import DataError
+from elastic.errors import DataError, JobError
+from elastic.imports import users_traceback
 from elastic.job import Job
 from elastic.runs.data import OF_ROWS
 from elastic.train.local import run_local
@@ -247,6 +254,8 @@ def test_u1_rows_that_draw_have_the_same_bits_on_one_worker_on_two_and_after_a_k
     """The process gets SIGKILL in its third step, and another one goes on.  The control has no noise."""
     alone = train_here(rows_job(tmp_path / "one", "Drawing"), STEPS).hash
     assert train(ranks, rows_job(tmp_path / "two", "Drawing"), TWO, STEPS).hash == alone
+    read_by_others = rows_job(tmp_path / "readers", "Drawing").replace(data={"dataset": f"{HERE}:Drawing", "readers": 2})
+    assert train(ranks, read_by_others, TWO, STEPS).hash == alone
     job = rows_job(tmp_path / "killed", "Drawing", checkpoint={"save_every": 1})
     fault = {"point": "backward", "step": 3, "world_rank": 0, "kind": "SIGKILL"}
     dying = "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), print)"
@@ -256,3 +265,178 @@ def test_u1_rows_that_draw_have_the_same_bits_on_one_worker_on_two_and_after_a_k
     assert run_local(job, lambda line: lines.append(str(line)))[0] == "Finished"
     assert any("from step 2" in line for line in lines) and exported_hash(job) == alone
     assert train_here(rows_job(tmp_path / "plain", "Classes"), STEPS).hash != alone
+
+
+# ---- readers: other processes that read
+
+
+class Varied(Classes):
+    """Its rows have many types, and noise of all generators."""
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        drawn = {"torch": torch.rand(3).to(torch.bfloat16), "python": random.random(), "flag": torch.rand(2) > 0.5, "none": torch.zeros(0)}
+        return super().__getitem__(i) | drawn
+
+
+class Slow(Classes):
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        time.sleep(0.02)
+        return super().__getitem__(i)
+
+
+class Deadly(Classes):
+    """A row that ends the process which reads it, the first time or each time, and writes down who read."""
+
+    def __init__(self, folder: str, deadly: int = -1, times: int = 1, endless: int = -1) -> None:
+        super().__init__()
+        self.folder, self.deadly, self.times, self.endless = Path(folder), deadly, times, endless
+
+    def fingerprint(self) -> str:
+        return "deadly"
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        (self.folder / f"pid-{os.getpid()}").touch()
+        if i == self.deadly and len([*self.folder.glob("died-*")]) < self.times:
+            (self.folder / f"died-{os.getpid()}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if i == self.endless:
+            (self.folder / f"in-{os.getpid()}").touch()
+            time.sleep(600)
+        return super().__getitem__(i)
+
+
+def mistaken() -> Any:
+    class Mistaken(Classes):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            return {"t": 1 // (i - 5)}
+
+    return Mistaken()
+
+
+def loader_of(dataset: str, readers: int, **args: Any) -> Loader:
+    rows = dataset_of(globals()[dataset], args, "")
+    others = Readers(readers, f"{HERE}:{dataset}", args, "data") if readers else None
+    return Loader(rows, Cursor(48, 12, 0), 2, 2 * max(readers, 1), named=f"data.dataset = '{HERE}:{dataset}'", readers=others)
+
+
+def pids(folder: Path) -> set[int]:
+    return {int(each.name.partition("-")[2]) for each in folder.glob("pid-*")}
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    until = time.monotonic() + 40
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+BLOCKS = [(first, (first * 7 + 3) % 48) for first in range(24)]
+
+
+def test_readers_give_the_bits_of_the_worker_in_its_order(tmp_path: Path) -> None:
+    """Rows that draw have the noise of their ids wherever they are read, and those of the model are left alone."""
+    before = torch.get_rng_state()
+    with closing(loader_of("Varied", 0)) as here, closing(loader_of("Varied", 2)) as there:
+        for one, other in zip(here.each(BLOCKS), there.each(BLOCKS), strict=True):
+            assert [*one] == [*other]
+            for name, value in one.items():
+                assert other[name].dtype == value.dtype and torch.equal(other[name], value), name
+        assert here.draws and not there.draws
+        assert not torch.equal(here.read((1, 2))["torch"], there.read((2, 1))["torch"]), "the control"
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.full
+def test_two_readers_are_nearly_twice_as_fast_where_rows_are_slow() -> None:
+    took = {}
+    for readers in (0, 2):
+        with closing(loader_of("Slow", readers)) as loader:
+            for _ in loader.each(BLOCKS[:8]):  # the processes start, and the worker looks whether the rows draw
+                pass
+            began = time.monotonic()
+            assert len([*loader.each(BLOCKS)]) == len(BLOCKS)
+            took[readers] = time.monotonic() - began
+    assert took[0] >= 1.5 * took[2], took
+
+
+def test_what_a_reader_raises_has_the_sentence_and_the_traceback_of_the_worker() -> None:
+    said = []
+    for readers in (0, 2):
+        with closing(loader_of("mistaken", readers)) as loader:
+            with pytest.raises(DataError) as raised:
+                loader.read((4, 5))
+            assert raised.value.__cause__ is not None
+            said.append((str(raised.value), users_traceback(raised.value.__cause__, or_ours=False)))
+            assert loader.read((6, 7))["t"].tolist() == [1, 0], "the next read"
+    assert said[0] == said[1] and "samples [4, 5] cannot be read: ZeroDivisionError" in said[0][0] and "1 // (i - 5)" in said[0][1]
+
+
+def test_a_reader_that_is_killed_is_replaced_and_samples_that_kill_two_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with closing(loader_of("Deadly", 2, folder=str(tmp_path), deadly=5)) as loader:
+        got = [*loader.each([(first, first + 1) for first in range(0, 12, 2)])]
+    expected = [batch_of(dataset_of(Classes, {}, ""), (first, first + 1), "") for first in range(0, 12, 2)]
+    assert all(torch.equal(one["t"], other["t"]) for one, other in zip(got, expected, strict=True))
+    assert f"data.dataset = '{HERE}:Deadly': a reader was killed by SIGKILL while it read samples [4, 5]\n" in capfd.readouterr().out
+    with closing(loader_of("Deadly", 2, folder=str(tmp_path), deadly=9, times=3)) as loader:
+        assert torch.equal(loader.read((4, 5))["t"], got[2]["t"])
+        with pytest.raises(DataError, match=r"samples \[8, 9\] cannot be read: 2 readers died of them, the last one was killed by SIGKILL"):
+            loader.read((8, 9))
+    assert len(pids(tmp_path)) > 3 and all(map(is_gone, pids(tmp_path)))
+
+
+@pytest.mark.full
+def test_readers_end_with_the_loader_in_the_middle_of_a_read(tmp_path: Path) -> None:
+    loader = loader_of("Deadly", 2, folder=str(tmp_path), endless=3)
+    under_way = loader._submitted((2, 3))
+    assert under_way is not None and loader.read((4, 5))
+    wait_until(lambda: [*tmp_path.glob("in-*")])
+    loader.close()
+    with pytest.raises(DataError, match="its readers are closed"):
+        under_way.result(20)
+    assert len(pids(tmp_path)) == 2 and all(map(is_gone, pids(tmp_path)))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_reader_is_left_when_the_worker_is_killed_or_interrupted(tmp_path: Path, how: signal.Signals) -> None:
+    """A reader is in the middle of a read that does not end.  Ctrl-C goes to all processes of the terminal."""
+    args = {"folder": str(tmp_path), "endless": Cursor(48, 12, 0).microbatch_ids(2, 0, 2)[0]}
+    job = rows_job(tmp_path, "Deadly").replace(data={"dataset": f"{HERE}:Deadly", "args": args, "readers": 2}, trial=False)
+    program = "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), print)"
+    command = [sys.executable, "-c", program, job.model_dump_json()]
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, text=True) as worker:
+        wait_until(lambda: [*tmp_path.glob("in-*")] and len(pids(tmp_path) - {worker.pid}) == 2)
+        os.killpg(worker.pid, how)
+        said = worker.communicate(timeout=40)[0]
+        assert worker.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 0), said
+    wait_until(lambda: all(map(is_gone, pids(tmp_path))))
+
+
+def test_a_run_with_readers_has_the_bits_of_one_without_also_after_a_resume_and_validates(tmp_path: Path) -> None:
+    """The process gets SIGKILL in its third step, with two readers; another one goes on with one.  The reference has none."""
+    held_out, said = {"every": 2, "samples": 8, "dataset": f"{HERE}:Drawing"}, dict[str, list[Any]](none=[], some=[])
+    none, some = (rows_job(tmp_path / name, "Drawing", checkpoint={"save_every": 1}, validation=held_out, trial=False) for name in said)
+    assert run_local(none, said["none"].append)[0] == "Finished"
+    fault = {"point": "backward", "step": 3, "world_rank": 0, "kind": "SIGKILL"}
+    killed = some.replace(data={"dataset": f"{HERE}:Drawing", "readers": 2}, faults=[fault])
+    dying = "import sys; from tests.data.test_rows import *; run_local(Job.model_validate_json(sys.argv[1]), print)"
+    done = subprocess.run([sys.executable, "-c", dying, killed.model_dump_json()], cwd=ROOT, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    resumed = some.replace(data={"dataset": f"{HERE}:Drawing", "readers": 1})
+    assert run_local(resumed, said["some"].append)[0] == "Finished"
+    assert any("from step 2" in str(line) for line in said["some"]) and exported_hash(resumed) == exported_hash(none)
+    last = [[str(line) for line in lines if "validat" in str(line)][-1].partition("validat")[2] for lines in said.values()]
+    assert last[0] and last[0] == last[1]
+
+
+def test_readers_open_only_what_has_a_name(tmp_path: Path) -> None:
+    job = rows_job(tmp_path, "here").replace(data={"dataset": Classes(), "readers": 2})
+    with pytest.raises(JobError, match=r"^data\.readers = 2: .*'object:Classes' by its name, .* module .*, or set data.readers = 0"):
+        preflight(job, local=True)
+    preflight(rows_job(tmp_path, "here").replace(data={"dataset": f"{HERE}:here", "readers": 2}), local=True)

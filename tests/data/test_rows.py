@@ -403,7 +403,7 @@ def test_readers_end_with_the_loader_in_the_middle_of_a_read(tmp_path: Path) -> 
     assert len(pids(tmp_path)) == 2 and all(map(is_gone, pids(tmp_path)))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_no_reader_is_left_when_the_worker_is_killed_or_interrupted(tmp_path: Path, how: signal.Signals) -> None:
     """A reader is in the middle of a read that does not end.  Ctrl-C goes to all processes of the terminal."""
     args = {"folder": str(tmp_path), "endless": Cursor(48, 12, 0).microbatch_ids(2, 0, 2)[0]}

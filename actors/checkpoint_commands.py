@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.table import Column, Table
@@ -21,7 +22,7 @@ from elastic.runs.resume import BEST, checkpoint
 from elastic.runs.run import Run
 from elastic.runs.which import left_behind, parsed, version_at
 from storage.checkpoints import EXPORTED, Manifest, has_average
-from storage.errors import Exists
+from storage.errors import Exists, Full
 from storage.slices import Tensor, nbytes
 
 
@@ -208,7 +209,8 @@ def gc(job: Job, dry: bool, force: bool) -> int:
             what = "its deletion has begun" if version in found.marked else "never completed" if version in begun else "no rule keeps it"
             say(f"{version} would be deleted: {what}")
     else:
-        _delete(run, (*found.marked, *found.due), "`elastic checkpoint gc`", claim)
+        never, complete = (each for each in found.due if each in begun), (each for each in found.due if each not in begun)
+        _delete(run, (*found.marked, *never, *complete), "`elastic checkpoint gc`", claim)
         run.store.tidy(f"{run.job.name}/")
     _release(run, dry, claim)
     number = len(found.marked) + len(found.due)
@@ -289,12 +291,26 @@ LIVES = (
 
 def _delete(run: Run, versions: Sequence[Version], why: str, claim: int) -> None:
     try:
-        retention.mark(run, versions, why, claim)
         for version in versions:
+            with _told_if_full(run, version):
+                retention.mark(run, [version], why, claim)
             gone = retention.remove(run, [version], claim)
             say(f"{version} is deleted" if gone else f"{version} stays: a fork has begun to need it")
     except Exists:
         raise PlatformGaveUp(f"another command has begun to train {run.job.name} meanwhile; what is left is as its rules say") from None
+
+
+@contextmanager
+def _told_if_full(run: Run, version: Version) -> Iterator[None]:
+    """Says which folder may be removed by hand if the bucket is too full for the mark with which a deletion begins."""
+    try:
+        yield
+    except Full as error:
+        folder = run.store.full_name(run.checkpoints.folder(version))
+        raise PlatformGaveUp(
+            f"the bucket is full, so that not even the mark with which a deletion begins can be written; nothing needs {version}: remove "
+            f"its folder by hand ({folder}), and give the same command again"
+        ) from error
 
 
 def at_rest(job: Job, force: bool, lives: str) -> tuple[Run, int]:

@@ -304,7 +304,8 @@ class Job(Part):
 
     def trajectory(self) -> dict[str, Any]:
         """Returns the settings that define the trajectory."""
-        settings = without_secrets("", self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY), stands_for_secret)
+        settings = self.model_dump(mode="json", exclude=_NOT_THE_TRAJECTORY)
+        settings = {name: without_secrets(name, value, stands_for_secret) for name, value in settings.items()}
         for section, later in _LATER.items():
             settings[section] = {name: value for name, value in settings[section].items() if name not in later or value != later[name]}
         without = {name: {} for name in _LATER} | BEFORE

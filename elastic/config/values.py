@@ -33,15 +33,22 @@ SECRET = re.compile(r"^metrics\.sinks\.|(^|[._-])(key|token|secret|password|cred
 SECRET_URL = re.compile(r"://[^/?#\s]*:[^/?#\s]*@|[?&]([^=&#\s]*[._-])?(key|token|secret|password|credential|sig|signature)=", re.I)
 """A URL with a password before its host, or with a query that signs it."""
 CERTAIN = re.compile(
-    r".*(api|access|secret|private|auth|signing|encryption)[_-]?key|.*(password|passwd|passphrase|secret|credentials?)|authorization|token|"
-    r".*(api|access|auth|hf|hub|bearer|refresh|session|security|github|gitlab|wandb)[_-]?token",
+    r".*(api|access|secret|private|auth|signing|encryption)[_-]?keys?|.*(password|passwd|passphrase|secret|credential)s?|"
+    r"(.*[_-])?pwd|pass|authorization|.*(api|access|auth|hf|hub|bearer|refresh|session|security|github|gitlab|wandb)[_-]?tokens?",
     re.IGNORECASE,
 )
 """The names of arguments whose texts are secrets.  A name that merely ends with key or token may be that of a column, or of a word."""
 LIKELY = re.compile(r"(?=[A-Za-z+/=]*\d)(?=[0-9+/=]*[A-Za-z])[A-Za-z0-9+/=]{12,}")
 """A run of letters and digits in a text that was drawn at random."""
-KNOWN = re.compile(r"\b(sk-|hf_|gh[po]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|eyJ)[\w.-]{16,}|PRIVATE KEY-----|[Bb]earer \S{16,}")
-"""The forms of keys and tokens by which their services are known."""
+KNOWN = re.compile(
+    r"\b(sk-(proj|ant|or|svcacct|admin)-[\w-]{16,}|sk-[A-Za-z0-9]{32,}|[rs]k_live_\w{16,}|hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{16,})|"
+    r"\b(github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|(AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.)|"
+    r"PRIVATE KEY-----|\b[Bb]earer (?=\S*\d)\S{16,}|(?i:\bauthorization\W{1,4}(basic|bearer|token) \S|\bx-api-key: ?\S{8,})|"
+    r"://[^/?#\s]*:[^/?#\s]+@|hooks\.slack\.com/\w+/\w|discord(app)?\.com/api/webhooks/\w|webhook\.office\.com/\w|"
+    r"(?i:[?&]([^=&#\s]*[._-])?((secret|credential|sig|signature)=[^&#\s]|(key|token)=[^&#\s]{16,}))|"
+    r"(?i:(^|[;,\s?&])(password|passwd|pwd|(api|access|account|secret|shared ?access)[ _-]?key)=[\"']?\w)"
+)
+"""The forms of secrets that are known by themselves: keys of services, headers and URLs that sign in, and ``password=…`` in a text."""
 
 T = TypeVar("T")
 
@@ -256,19 +263,24 @@ def literal_secrets(setting: str, value: object) -> Iterator[str]:
 def _is_literal_secret(name: str, value: str) -> bool:
     if not value or VARIABLE.fullmatch(value):
         return False
-    if KNOWN.search(value) or SECRET_URL.search(value):
+    if KNOWN.search(value):
         return True
     if CERTAIN.fullmatch(name):
-        return value[0].isalnum()  # "<s>" is a token of text
+        return value[0].isalnum() and "://" not in value  # "<s>" is a token of text, and the others are places
     return bool(SECRET.search(name) and LIKELY.search(value))
 
 
 def stands_for_secret(setting: str, value: object) -> bool:
-    """Returns whether a value is a secret, or the variable of one: another value of it is no other model."""
+    """Returns whether a value is the variable of a secret: another value of it is no other job.
+
+    In ``model_args`` the secret itself counts as its variable, since runs of older releases were begun with secrets there.
+    """
     name = setting.rpartition(".")[2]
     if not isinstance(value, str):
         return False
-    return bool(SECRET.search(name) or CERTAIN.fullmatch(name)) if VARIABLE.fullmatch(value) else _is_literal_secret(name, value)
+    if VARIABLE.fullmatch(value):
+        return bool(SECRET.search(name) or CERTAIN.fullmatch(name))
+    return setting.startswith("model_args.") and _is_literal_secret(name, value)
 
 
 def without_secrets(setting: str, value: Any, hides: Callable[[str, object], bool] | None = None) -> Any:

@@ -134,9 +134,11 @@ def collect(run: Run, keep: Keep, asked: Retain | None, claim: int, now: float |
     at_once, gone, marked = asked is not None and asked.at_once, list[Version](), list[Version]()
     # Of a full bucket what is known frees room first, since a look at all of many takes long; it also finds what has no object.
     for seen in (known, None) if at_once and known else (None if at_once else known,):
-        found = look(run, keep, asked, now, seen).verdict
+        looked = look(run, keep, asked, now, seen)
+        found, complete = looked.verdict, {each.version for each in looked.listed if each.manifest is not None or each.damaged}
         gone += remove(run, found.marked[: None if at_once else MOST], claim)
-        for version in found.due[: None if at_once else MOST]:
+        # What was never complete goes first: without room for a mark, it makes room for one.
+        for version in sorted(found.due[: None if at_once else MOST], key=lambda each: each in complete):
             marked += mark(run, [version], "no rule keeps it", claim)
             gone += remove(run, [version], claim) if at_once else ()
     return Verdict(found.kept, tuple(gone), tuple(marked))
@@ -148,22 +150,19 @@ def mark(run: Run, versions: Iterable[Version], why: str, claim: int) -> tuple[V
     Raises :class:`Exists` if the newest claim of the run is another one.
 
     Whoever claims the run looks after that at the checkpoint from which a branch is to go on.  So a mark that was written after that look
-    is taken back: the claim is seen here.  A fork does not mind a note that was written after its look, but needs the manifest.
+    is taken back: the claim is seen here.
     """
     marked = list[Version]()
     for version in versions:
         _check(run, claim)
         if version not in forks.references(run.store, run.job.name):
-            noted = run.checkpoints.mark(version, why)
+            run.checkpoints.mark(version, why)
+            marked.append(version)
             try:
                 _check(run, claim)
             except Exists:
                 run.checkpoints.unmark(version)
                 raise
-            if not noted and version in forks.references(run.store, run.job.name):
-                run.checkpoints.unmark(version)
-            else:
-                marked.append(version)
     return tuple(marked)
 
 

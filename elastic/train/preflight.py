@@ -55,6 +55,8 @@ from storage.checkpoints.reader import Reader
 from storage.objects import ObjectStore
 from storage.slices import Tensor
 
+PLACES = re.compile(r"bucket$|model_args\.|metrics\.sinks\.|\w+\.args\.")
+"""The settings in which secrets are looked for: code of the user's reads the arguments, and the store its URL."""
 DIVIDING = ("adamw", "adagrad", "rmsprop", "muon")
 """Optimizers of ours that divide by the root of a moment and ``optim.eps``."""
 
@@ -139,12 +141,13 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
 
 
 def _check_secrets(job: Job) -> list[str]:
-    """Raises :class:`JobError` for a setting that is a secret, or has one in a URL, since all settings are written to the bucket.
+    """Raises :class:`JobError` for an argument that is a secret, and for one in the URL of the bucket, where all settings are written.
 
     Returns a sentence for each that is there already, because an older release has begun the run.
     """
     settings = job.model_dump(mode="json")
-    if not (found := [name for setting, value in settings.items() for name in literal_secrets(setting, value)]):
+    found = [name for setting, value in settings.items() for name in literal_secrets(setting, value) if PLACES.match(name)]
+    if not found:
         return []
     stored = branches.flat(branches.stored(ObjectStore.open(job.bucket), job.name) or {})
     here = branches.flat(settings)
@@ -153,10 +156,11 @@ def _check_secrets(job: Job) -> list[str]:
         variable = re.sub(r"\W", "_", name.rpartition(".")[2]).upper()
         fix = f"write {name} = '${{{variable}}}', and set that environment variable for this command, and where the nodes are started"
         what = "is a secret"
-        if not re.match(r"model_args|metrics\.sinks|\w+\.args", name):  # only arguments are read from the environment
+        if name == "bucket":  # only arguments are read from the environment
             what, scheme = "has a secret in it", job.bucket.partition("://")[0].upper()
             fix = f"leave it out; fsspec takes that of a bucket from a variable of the environment, as FSSPEC_{scheme}_PASSWORD"
-        if name not in stored or stored[name] != here[name]:
+        at = next(each for each in here if f"{name}.".startswith(f"{each}."))  # the list that it is in, if it is in one
+        if at not in stored or stored[at] != here[at]:
             raise JobError(f"{name} {what}, and would stand {where} for everybody who reads it; {fix}")
         notes.append(f"{name} {what}, and stands {where} since the run began: replace the secret by a new one, and {fix}")
     return notes

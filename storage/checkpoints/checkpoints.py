@@ -12,8 +12,7 @@ its digest in it; writing a manifest raises :class:`Exists`.
 
 A deletion has two phases.  ``mark`` adds a note: from then on the checkpoint is not good, and nobody begins from it.  ``remove``, later,
 takes away the manifest, then all the rest, and the note last.  So a deletion that was torn is seen by its note, wherever it was torn, and
-the next ``remove`` ends it.  Where there is no room for a note, the manifest goes in its place: what is left looks like a save that was
-never complete.
+the next ``remove`` ends it.  Where there is no room for the reason, an empty note says the same.  What has no manifest needs no note.
 """
 
 from __future__ import annotations
@@ -116,8 +115,6 @@ class Checkpoints:
         """The answers of :meth:`damage` so far."""
         self._made = set[Version]()
         """The versions that were committed, as this process knows, and were not seen in a listing yet."""
-        self._bare: dict[Version, bytes | None] = {}
-        """The manifests, if there were any, of the checkpoints that are being deleted without a note."""
 
     def holder(self, version: Version) -> str:
         """Returns the run in whose folder the checkpoint is."""
@@ -187,41 +184,39 @@ class Checkpoints:
 
     # ---- deleting
 
-    def mark(self, version: Version, reason: str) -> bool:
+    def mark(self, version: Version, reason: str) -> None:
         """Notes that the checkpoint, or what was written of one, is being deleted, and why.  From then on it is not good.
 
-        If there is no room for the note, the manifest goes at once, which has the same effect.  Returns whether there is a note.  Raises
-        :class:`ValueError` for an inherited one.
+        Raises :class:`ValueError` for an inherited one, and :class:`Full` if there is no room for the note that a complete one needs.
         """
         if version in self.inherited:
             raise ValueError(f"{version} is a checkpoint of {self.holder(version)}, so {self.run} does not delete it")
         try:
             self._note(version, DELETED, reason)
         except Full:
-            key = f"{self.folder(version)}/{MANIFEST}"
-            self._bare[version] = self.store.get(key) if self.store.exists(key) else None
-            self.store.delete(key)
-        return version not in self._bare
+            try:
+                with suppress(Exists):  # a full file system still takes a file without bytes
+                    self.store.put_if_absent(f"{self.folder(version)}/{DELETED}", b"")
+            except Full:
+                if not self._may_go(version):
+                    raise
 
     def unmark(self, version: Version) -> None:
-        """Takes back what :meth:`mark` has done.  What :meth:`remove` has taken away stays away."""
-        if (manifest := self._bare.pop(version, None)) is not None:
-            self.store.put_if_absent(f"{self.folder(version)}/{MANIFEST}", manifest)
+        """Takes the note of :meth:`mark` back.  What :meth:`remove` has taken away stays away."""
         self.store.delete(f"{self.folder(version)}/{DELETED}")
 
     def remove(self, version: Version) -> None:
-        """Deletes a checkpoint that :meth:`mark` has marked: the manifest first, and the note last.  Does nothing if it is not marked.
+        """Deletes a checkpoint that :meth:`mark` has marked: the manifest first, and the note last.
 
-        If it is interrupted, another call does the rest.
+        Does nothing to a complete one that is not marked.  If it is interrupted, another call does the rest.
         """
         folder = self.folder(version)
-        if version in self.inherited or (version not in self._bare and not self.store.exists(f"{folder}/{DELETED}")):
+        if version in self.inherited or not self._may_go(version):
             return
         self.store.delete(f"{folder}/{MANIFEST}")
         self._at_once(self.store.delete, [key for key in self.store.list(f"{folder}/") if key != f"{folder}/{DELETED}"])
         self.store.delete(f"{folder}/{DELETED}")
         self.store.tidy(f"{folder}/")
-        self._bare.pop(version, None)
 
     # ---- reading
 
@@ -325,9 +320,10 @@ class Checkpoints:
         ``progressed`` is called after each small part of the work.  Raises :class:`Exists` if other bytes are there.
         """
         reader, name = self.open(version), key.rpartition("/")[2]
-        seen = _Seen(_told(model_pieces(reader), progressed))
+        whole = model_pieces(reader)
+        seen = _Seen(_told(whole, progressed))
         try:
-            self.store.put_if_absent(key, seen)
+            self.store.put_if_absent(key, Sized(whole.size, seen))
         except Exists:
             file = _digested(name, _told(model_pieces(reader), progressed))
             if not self._is_there(key, file, progressed):
@@ -336,6 +332,11 @@ class Checkpoints:
         return File(name, seen.size, seen.digest.hexdigest())
 
     # ---- implementation
+
+    def _may_go(self, version: Version) -> bool:
+        """Returns whether the checkpoint is marked, or was never complete."""
+        folder = self.folder(version)
+        return self.store.exists(f"{folder}/{DELETED}") or not self.store.exists(f"{folder}/{MANIFEST}")
 
     def _create(self, version: Version, file: File, chunks: Callable[[], Iterable[Piece]]) -> File:
         """Creates the object under the name of ``file``, or under a name with its digest if other bytes are there; returns where it is."""

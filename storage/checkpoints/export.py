@@ -13,7 +13,7 @@ from pathlib import Path
 
 from storage.checkpoints.reader import Reader
 from storage.checkpoints.shards import ITEM_BYTES, Entry, aligned_order, header_of
-from storage.objects.port import Piece
+from storage.objects.port import Piece, Sized
 from storage.slices import AVERAGE, Tensor
 
 MODEL_KINDS = ("parameter", "buffer")
@@ -32,9 +32,10 @@ def export(
     """
     destination.mkdir(parents=True, exist_ok=True)
     optimizer = [(_key(tensor), tensor, False) for tensor in reader.tensors() if tensor.kind not in (*MODEL_KINDS, "constant")]
-    contents = dict(zip(EXPORTED, (model_pieces(reader, average=average, names=names), _pieces(reader, optimizer)), strict=True))
+    contents: dict[str, Iterable[Piece]] = {EXPORTED[0]: model_pieces(reader, average=average, names=names)}
+    contents[EXPORTED[1]] = _pieces(reader, optimizer)
     for name, each in (more or {}).items():
-        contents[name] = iter([each]) if isinstance(each, bytes) else model_pieces(reader, average=average, names=each)
+        contents[name] = [each] if isinstance(each, bytes) else model_pieces(reader, average=average, names=each)
     for name, pieces in contents.items():
         with open(destination / f".{name}.partial", "wb") as file:
             file.writelines(pieces)
@@ -48,8 +49,8 @@ def has_average(reader: Reader) -> bool:
     return any(tensor.kind == AVERAGE for tensor in reader.tensors())
 
 
-def model_pieces(reader: Reader, *, average: bool = False, names: Names | None = None) -> Iterator[Piece]:
-    """Yields the bytes of ``model.safetensors``, or of a file of the model's tensors that has ``names``."""
+def model_pieces(reader: Reader, *, average: bool = False, names: Names | None = None) -> Sized:
+    """Returns the bytes of ``model.safetensors``, or of a file of the model's tensors that has ``names``."""
     averages = {tensor.name: tensor for tensor in reader.tensors() if average and tensor.kind == AVERAGE}
     model = {tensor.name: tensor for tensor in reader.tensors() if tensor.kind in MODEL_KINDS}
     model |= {name: averages[name] for name, tensor in model.items() if tensor.kind == "parameter" and name in averages}
@@ -57,13 +58,18 @@ def model_pieces(reader: Reader, *, average: bool = False, names: Names | None =
     return _pieces(reader, ((name, model[own], transposed) for name, (own, transposed) in chosen.items()))
 
 
-def _pieces(reader: Reader, tensors: Iterable[tuple[str, Tensor, bool]]) -> Iterator[Piece]:
+def _pieces(reader: Reader, tensors: Iterable[tuple[str, Tensor, bool]]) -> Sized:
     named = [(Entry(key, each.dtype, each.shape[::-1] if turned else each.shape), each, turned) for key, each, turned in tensors]
     named.sort(key=lambda found: (aligned_order(found[0]), found[0].key))
-    yield header_of([entry for entry, _, _ in named], {"format": "pt"})
-    for _, tensor, turned in named:
-        for _, data in reader.read([tensor.whole()]):
-            yield _transposed(data, tensor) if turned else data
+    header = header_of([entry for entry, _, _ in named], {"format": "pt"})
+
+    def data() -> Iterator[Piece]:
+        yield header
+        for _, tensor, turned in named:
+            for _, part in reader.read([tensor.whole()]):
+                yield _transposed(part, tensor) if turned else part
+
+    return Sized(len(header) + sum(entry.size for entry, _, _ in named), data())
 
 
 def _transposed(data: bytearray | memoryview, matrix: Tensor) -> bytes:

@@ -213,12 +213,9 @@ def test_every_command_takes_the_jobs_settings(tmp_path: Path, capsys: Shown, mo
     capsys.readouterr()
     assert main(["checkpoint", "verify", job, *other, "--step", "3"]) == 1
     assert "no good checkpoint at step 3" in sentence(capsys)
-    assert main(["logs", job, "w1", *other]) == 1
-    said = sentence(capsys)
-    assert said.startswith(f"no logs of w1 in {tmp_path}/bucket/b/logs/") and "no such worker lives on a cluster" in said
-    assert main(["logs", job, *other]) == 1
-    said = sentence(capsys)
-    assert said.startswith("no logs in") and "no worker of the run lives on a cluster" in said
+    for workers in ((), ("w1",)):
+        assert main(["logs", job, *workers, *other]) == 1
+        assert sentence(capsys) == "elastic: b runs with --local, which keeps no logs: its process prints where it was started"
     assert main(["replay", job, *other]) == 1
     assert "no journal of b" in sentence(capsys)
     assert main(["status", job, "--onse"]) == 1

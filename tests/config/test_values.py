@@ -275,7 +275,7 @@ def test_a_value_that_may_be_a_secret_is_not_shown(setting: str, secret: object,
     ("args", "names"),
     [
         ({"api_key": "hush"}, ["api_key"]),
-        ({"token": "hush", "reader": {"Password": "hush"}}, ["token", "reader.Password"]),
+        ({"token": "hush-5f2d81c39a7e4b60", "reader": {"Password": "hush"}}, ["token", "reader.Password"]),
         ({"hf_token": "a", "accessToken": "b", "aws_secret_access_key": "c", "client-secret": "d", "apikey": "e"}, None),
         ({"parts": [{"args": {"credentials": "hush"}}]}, ["parts.args.credentials"]),
         ({"key": "9f86d081884c7d659a2f", "service_token": "q8Zr4tLw0Xn2Vb7"}, ["key", "service_token"]),

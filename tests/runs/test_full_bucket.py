@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -56,15 +57,21 @@ def test_what_a_dead_generation_has_begun_makes_room_although_the_run_has_not_pa
 
 
 class Brimful(Forwarding):
-    """Takes no note of a deletion, and writes down what is read and deleted.  ``meanwhile`` happens before the first manifest goes."""
+    """Takes no byte of a note, and writes down what is read and deleted.  ``meanwhile`` happens before the first empty note is there.
 
-    def __init__(self, store: ObjectStore, meanwhile: Callable[[], object] = lambda: None) -> None:
+    If it ``counts``, it takes no new object either, until it is emptier than it was.
+    """
+
+    def __init__(self, store: ObjectStore, meanwhile: Callable[[], object] = lambda: None, *, counts: bool = False) -> None:
         super().__init__(store)
-        self.meanwhile, self.calls = meanwhile, list[str]()
+        self.meanwhile, self.calls, self.most = meanwhile, list[str](), len(store.list()) if counts else sys.maxsize
 
     def put_if_absent(self, key: str, data: Data) -> None:
         if key.endswith(DELETED):
-            raise Full(key, "no space left")
+            if len(self.store.list()) >= self.most or (data and self.most == sys.maxsize):
+                raise Full(key, "no space left")
+            self.meanwhile()
+            self.meanwhile = lambda: None
         super().put_if_absent(key, data)
 
     def get(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
@@ -73,9 +80,6 @@ class Brimful(Forwarding):
 
     def delete(self, key: str) -> None:
         self.calls.append(f"delete {key}")
-        if key.endswith(MANIFEST):
-            self.meanwhile()
-            self.meanwhile = lambda: None
         super().delete(key)
 
 
@@ -97,19 +101,35 @@ def test_a_bucket_without_room_for_a_mark_is_freed_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("by", ["claim", "fork"])
-def test_a_manifest_that_went_for_want_of_a_mark_comes_back_if_somebody_began_to_need_it(by: str) -> None:
-    """Somebody claims the run, or forks it, while the manifest goes, and has looked at the checkpoint before."""
+def test_a_full_bucket_deletes_nothing_that_somebody_began_to_need_meanwhile(by: str) -> None:
+    """Somebody claims the run, or forks it, while the empty mark is written, and has looked at the checkpoint before."""
     saved = Saved(range(1, 5))
     claims = partial(saved.run.claim, "elsewhere")
     forked = partial(forks.refer, saved.run.store, forks.Origin(saved.run.job.name, Version(2, 1)), "fork")
     run = Run(saved.run.job, Brimful(saved.run.store, forked if by == "fork" else claims))
     if by == "fork":
-        assert mark(run, [Version(2, 1)], "asked", saved.claim) == ()
+        mark(run, [Version(2, 1)], "asked", saved.claim)
         assert remove(run, [Version(2, 1)], saved.claim) == ()
     else:
         with pytest.raises(Exists):
             mark(run, [Version(2, 1)], "asked", saved.claim)
-    assert saved.good() == [1, 2, 3, 4] and run.checkpoints.verify(Version(2, 1)).good
+        assert saved.good() == [1, 2, 3, 4]
+    assert run.checkpoints.verify(Version(2, 1)).good
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_no_manifest_goes_before_its_mark_is_there(parts: bool) -> None:
+    """Parts that no save completed need no mark, and make room for the marks of others.  Without them all stays."""
+    saved, said = Saved(range(1, 5), checkpoint={"keep_last": 2}), list[str]()
+    if parts:
+        write(saved.run.checkpoints, Version(3, 0), STATE, 1)
+    store = Brimful(saved.run.store, counts=True)
+    run = Run(saved.run.job, store)
+    assert Retention(run, saved.claim, said.append).round(replace(saved.asked(), at_once=True)) is parts
+    assert saved.good() == saved.steps() == ([3, 4] if parts else [1, 2, 3, 4])
+    assert not any("g0" in key for key in store.list())
+    assert parts or (len(said) == 1 and "no space left" in said[0])
+    assert parts or not any(call.startswith("delete") and call.endswith(MANIFEST) for call in store.calls)
 
 
 GC, RM = "gc --checkpoint.keep-last 2` deletes all but the newest 2", "rm --step 5` deletes the oldest"

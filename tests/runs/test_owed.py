@@ -31,8 +31,9 @@ from elastic.runs.resume import LATEST, best_of, start_of
 from elastic.runs.retention import collect, judge, look
 from elastic.runs.run import Run
 from elastic.train.errands import WORK, pay
-from storage.objects import ObjectStore
-from storage.objects.port import PARTIAL
+from storage.checkpoints import Checkpoints
+from storage.objects import Data, ObjectStore
+from storage.objects.port import PARTIAL, size_of
 from tests.storage.states import TENSORS, state_of, write
 from tests.support.stores import Forwarding
 from tests.support.toys import toy_job
@@ -452,6 +453,20 @@ def test_an_export_tells_of_each_part_of_its_work() -> None:
         run.checkpoints.export_model(Version(10, 1), "toy/exports/model.safetensors", lambda: told.append(len(told)))
     pieces = 1 + sum(tensor.kind == "parameter" for tensor in run.checkpoints.open(Version(10, 1)).tensors())
     assert len(told) == 2 * pieces + pieces + 1
+
+
+def test_a_store_knows_beforehand_how_large_an_export_is() -> None:
+    """Else it could not upload a large one in equal parts, as some stores demand."""
+
+    class Knows(Forwarding):
+        def put_if_absent(self, key: str, data: Data) -> None:
+            known.append(size_of(data))
+            super().put_if_absent(key, data)
+
+    run, known = run_of(), list[int | None]()
+    save(run, 10)
+    file = Checkpoints(Knows(run.store), "toy").export_model(Version(10, 1), "toy/exports/model.safetensors")
+    assert known == [file.size] == [run.store.size("toy/exports/model.safetensors")]
 
 
 @pytest.mark.parametrize(

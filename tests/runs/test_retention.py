@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -365,20 +366,28 @@ class Refuses(Forwarding):
         raise self.why(key, "no")
 
 
-def test_a_bucket_without_room_for_a_mark_is_freed_by_the_commands(
+def test_a_bucket_without_room_for_a_mark_names_a_folder_that_may_go(
     ended: Callable[..., tuple[Run, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: another failure of the bucket is told as it is."""
+    """The judge is the run once that folder was removed.  The control: another failure of the bucket is told as it is."""
     run, _ = ended(checkpoint={"keep_last": 2})
-    full = Refuses(run.store)
-    monkeypatch.setattr(ObjectStore, "open", lambda url: full)
-    assert checkpoint_commands.rm(run.job, "2", force=False) == 0
-    assert [each.version.step for each in run.checkpoints.versions()] == [1, 3, 4, 5, 6]
-    assert checkpoint_commands.gc(run.job, dry=False, force=False) == 0
-    assert [each.version.step for each in run.checkpoints.versions()] == [5, 6] and run.newest() == Version(6, 1)
+    full, opened = Refuses(run.store), ObjectStore.open
+    for command in (
+        lambda: checkpoint_commands.gc(run.job, dry=False, force=False),
+        lambda: checkpoint_commands.rm(run.job, "2", force=False),
+    ):
+        monkeypatch.setattr(ObjectStore, "open", lambda url: full)
+        with pytest.raises(PlatformGaveUp, match=r"the bucket is full, .*by hand") as refused:
+            command()
+        monkeypatch.setattr(ObjectStore, "open", opened)
+        found = re.search(r"by hand \((.*)\)", str(refused.value))
+        assert found is not None
+        shutil.rmtree(found[1])
+    assert [each.version.step for each in run.checkpoints.versions()] == [3, 4, 5, 6] and run.newest() == Version(6, 1)
     full.why = Unavailable
+    monkeypatch.setattr(ObjectStore, "open", lambda url: full)
     with pytest.raises(Unavailable):
-        checkpoint_commands.rm(run.job, "5", force=False)
+        checkpoint_commands.rm(run.job, "3", force=False)
 
 
 def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple[Run, list[str]]]) -> None:

@@ -154,6 +154,7 @@ def _check_secrets(job: Job) -> list[str]:
     where, notes = f"in {job.name}/job.json in the bucket", list[str]()
     for name in found:
         variable = re.sub(r"\W", "_", name.rpartition(".")[2]).upper()
+        variable = f"MY_{variable}" if variable in ("PATH", "PWD", "USER") else variable  # these have a meaning for every program
         fix = f"write {name} = '${{{variable}}}', and set that environment variable for this command, and where the nodes are started"
         what = "is a secret"
         if name == "bucket":  # only arguments are read from the environment

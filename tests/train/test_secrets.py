@@ -213,7 +213,7 @@ def test_a_text_of_a_known_form_is_refused_whatever_its_name(value: str) -> None
     """It is refused inside a list and a table too.  The control: the name alone."""
     for args in ({"path": value}, {"paths": ["/data", value]}, {"reader": {"of": [{"path": f"{value}"}]}}):
         said = found_in({"data": {"dataset": "tests.support.toys:Sums", "args": args}})
-        assert "is a secret, and would stand in toy/job.json" in said and value not in said
+        assert "is a secret, and would stand in toy/job.json" in said and value not in said and "${PATH}" not in said
     assert "metrics.sinks.wandb.url is a secret" in found_in({"metrics": {"sinks": {"wandb": {"url": value}}}})
     assert found_in({"data": {"dataset": "tests.support.toys:Sums", "args": {"path": "/data"}}}) == ""
 

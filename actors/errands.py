@@ -246,7 +246,8 @@ class Turn:
             self.look()
 
     def look(self) -> None:
-        self.found = owed.debts(self.run, self.known().history.lineage, self.errands.asked, (self.kind,))
+        known = self.known()
+        self.found = owed.debts(self.run, known.history.lineage, self.errands.asked, (self.kind,), known.enough or self.run.job.steps)
 
     def able(self) -> list[Debt]:
         """Returns the debts that can be paid now."""

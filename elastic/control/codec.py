@@ -71,7 +71,7 @@ SELDOM = {
 QUIET: Mapping[type, tuple[str, ...]] = {
     StepDone: ("metrics", "quarantined", "quarantined_by"),
     SaveFailed: ("full",),
-    RunState: ("enough", "why", "left", "mark"),
+    RunState: ("enough", "why", "asked", "left", "mark"),
     Finished: ("step", "why"),
     Plan: ("ends", "best"),
     Rules: ("patience", "validate_every", "min_delta"),

@@ -28,6 +28,9 @@ from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Ends, Evaluated, StepDone
 from elastic.protocol.plan import Plan
 
+LEFT, ASKED = "the loop was left", "the loop asks for it"
+"""The reasons for which a loop ends a run that says none; the second one until the reason comes, which may have been lost."""
+
 # ---- commits that are told
 
 
@@ -84,7 +87,7 @@ def committed(decision: Decision, outcome: Outcome) -> None:
     if version.step > history.furthest.step:
         decision.know("history", furthest=version, fruitless=0)
     if outcome.boundary == ENDS:
-        _know_the_end(decision, outcome.step)
+        _know_the_end(decision, outcome.step, asked=True)
     if saves.begins(outcome, decision.rules.save_every, decision.rules.target_step):
         saves.begin(decision, outcome)
     elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
@@ -100,21 +103,24 @@ def ends(decision: Decision, event: Ends) -> None:
 
     Whoever left a step behind takes part in no later commit, so the step is the last one for all, also in a later world.
     """
-    if event.why and not decision.run.why:
-        decision.know(why=event.why)
+    if event.why and not decision.run.asked:
+        decision.know(asked=event.why, why=event.why if decision.run.why == ASKED else decision.run.why)
         decision.say(f"the loop of {event.worker} ends the run: {event.why}")
     if event.step:
         if not event.patience:
-            _know_the_end(decision, event.step)
+            _know_the_end(decision, event.step, asked=event.asked)
         decision.know(left=tuple(dict.fromkeys((*(decision.run.left or ()), event.worker))))
         if isinstance(decision.run.state, Forming):
             edges.stop(decision, f"the loop of {event.worker} left step {event.step} behind when its world broke")
 
 
-def _know_the_end(decision: Decision, step: int) -> None:
-    """Takes note, durably, that the loop has made ``step`` the last one."""
-    if decision.run.enough != step:
-        decision.know(enough=step, why=decision.run.why or "the loop was left")
+def _know_the_end(decision: Decision, step: int, *, asked: bool) -> None:
+    """Takes note, durably, that the loop has made ``step`` the last one: it was ``asked`` for in its commit, or the loop was left.
+
+    What is asked counts only so, since a world may break before the commit, and the next one goes on.
+    """
+    if decision.run.enough != step or (asked and decision.run.why == LEFT):
+        decision.know(enough=step, why=(decision.run.asked or ASKED) if asked else LEFT)
         decision.durable = True
         decision.say(f"step {step} is the last: {decision.run.why}")
 

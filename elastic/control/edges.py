@@ -106,6 +106,7 @@ def _take_up(decision: Decision, plan: Plan) -> None:
     decision.know(
         generation=plan.generation,
         left=None,
+        asked="",
         skips=run.skips.cut(plan.version.step),
         saves=Saves(tuple(each for each in run.saves.pending if lineage.contains(plan.lineage, each.version))),
     )

@@ -6,6 +6,7 @@ from elastic.control import edges, stopping
 from elastic.control.decision import Decision
 from elastic.control.run import Finishing
 from elastic.control.saves import patient_until, refused_until, target_is_saved
+from elastic.protocol.commit_record import ENDS
 
 
 def go_on(decision: Decision, state: Finishing) -> None:
@@ -35,7 +36,9 @@ def _is_validated(decision: Decision) -> bool:
 
 def _is_validating(decision: Decision, state: Finishing) -> bool:
     """Returns whether the validation after the last step may still be told: by the world that committed the step, while it moves."""
-    run, plan = decision.run, state.plan
+    run, plan, last = decision.run, state.plan, decision.run.history.last
     if not decision.rules.validates_last or _is_validated(decision) or run.version.generation != plan.generation:
         return False
+    if run.step < (plan.ends or decision.rules.target_step) and (last is None or last.boundary != ENDS):
+        return False  # the loops were left behind it, and no member knew of the others
     return all(member in run.workers for member in plan.members) and stopping.stands_still(decision, plan) is None

@@ -445,6 +445,7 @@ class RunState:
     enough: int = 0  # the last step of a run that ends before the target step, since its loop or its patience is over; 0: it does not
     mark: Score | None = None  # the validation by which the patience is measured: the last one that was better by ``min_delta``
     why: str = ""  # the reason why the loop ended the run; "" if it has not
+    asked: str = ""  # the reason for which a loop of this generation asks for the end; it counts once a commit says so
     left: tuple[WorkerId, ...] | None = None  # the members whose loops have left that step behind, if any: they make no later one
 
     @staticmethod
@@ -495,6 +496,5 @@ class RunState:
 
     def grants_lease(self, generation: int) -> bool:
         """Returns whether a member's lease on ``generation`` may be prolonged: only the present world's, until it is fenced."""
-        state = self.state
-        stepping = isinstance(state, Running | Finishing) or (isinstance(state, Stopping) and state.planned)
-        return stepping and generation == self.generation
+        planned = isinstance(self.state, Stopping) and self.state.planned
+        return generation == self.generation and (planned or isinstance(self.state, Running | Finishing))

@@ -202,8 +202,8 @@ class StepDone:
 class Ends:
     """A member's loop ends the run before its last step.  If it has left ``step`` behind as the last one, it takes part in no later one.
 
-    With ``patience`` the validations end it.  A loop that only asks says why with step 0.  Its next commit makes that the end for all
-    members, whose loops then leave it behind.
+    With ``patience`` the validations end it, with ``asked`` a commit that says ENDS; with neither, the loop was left.  A loop that only
+    asks says why with step 0.  Its next commit makes that the end for all members, whose loops then leave it behind.
     """
 
     worker: WorkerId
@@ -211,6 +211,7 @@ class Ends:
     step: int
     why: str = ""
     patience: bool = False
+    asked: bool = False
 
 
 @dataclass(frozen=True)

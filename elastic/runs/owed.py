@@ -2,8 +2,9 @@
 
 What is owed is written nowhere.  It follows from what was asked of a checkpoint when it was saved (:mod:`elastic.runs.asked`) and from the
 checkpoints in the bucket: the first good checkpoint at or after each multiple of ``export.every`` steps owes an export, and so does that of
-the last step; for ``samples.every`` likewise.  What is done is a document that only one of several processes can create, so each thing
-counts once.  Whoever looks finds the same debts: the next coordinator, another cluster, a command with any job file.
+the last step, which is that of the job unless the run has ended before; for ``samples.every`` likewise.  What is done is a document that
+only one of several processes can create, so each thing counts once.  Whoever looks finds the same debts: the next coordinator, another
+cluster, a command with any job file.
 
     <run>/owed/<kind>/<step>-<generation>/done.json              the result
     <run>/owed/<kind>/<step>-<generation>/failed/<number>.json   why an attempt failed
@@ -96,16 +97,17 @@ KINDS = {EXPORT: Kind(), SAMPLES: Kind(), VALIDATION: Kind(at_end=False, tells=_
 """The kinds of debts.  The members validate the state after the last step themselves, and what they have stored is done."""
 
 
-def debts(run: Run, lineage: Lineage | None = None, asked: Asked | None = None, kinds: Iterable[str] = KINDS) -> list[Debt]:
+def debts(run: Run, lineage: Lineage | None = None, asked: Asked | None = None, kinds: Iterable[str] = KINDS, end: int = 0) -> list[Debt]:
     """Returns what the run owes of some ``kinds``, oldest first, with what was given up as long as its checkpoint is there.
 
-    ``lineage`` is that of the run, and ``asked`` is what it has recorded; without them, they are read from the bucket.
+    ``lineage`` is that of the run, ``asked`` is what it has recorded, and ``end`` is its last step; without them, they are read from the
+    bucket.
     """
     asked = recorded.of(run) if asked is None else asked
     if not (wanted := [kind for kind in asked.kinds if kind in kinds]):
         return []
     lineage = run.standing(0, 0.0).history.lineage if lineage is None else lineage
-    known, found = _Good(run, lineage), list[Debt]()
+    known, found, end = _Good(run, lineage), list[Debt](), end or run.last_step
     for kind in wanted:
         done, failed = _noted(run, kind, lineage)
         given_up = [debt for debt in failed.values() if debt.given_up]
@@ -113,9 +115,9 @@ def debts(run: Run, lineage: Lineage | None = None, asked: Asked | None = None, 
         due = set[Version]()
         for stretch in asked.stretches(kind, lineage, known.since):
             due |= {*known.firsts(stretch, {version.step for version in settled})}
-            if stretch.after < run.job.steps <= stretch.last:
-                last = {*known.at(run.job.steps)} if stretch.every else set[Version]()
-                due = due | last if KINDS[kind].at_end else due - last
+            if stretch.after < end <= stretch.last:
+                last = {*known.at(end)} if stretch.every else set[Version]()
+                due = due | last if KINDS[kind].at_end else due - last if end == run.job.steps else due
         left = [failed.get(version, Debt(version, kind)) for version in due - settled]
         found += [debt for debt in left if not run.store.exists(_done(run, debt))]  # it may be too new to be listed
         found += [debt for debt in given_up if debt.version in known.at(debt.version.step)]

@@ -111,7 +111,7 @@ def look(run: Run, keep: Keep, asked: Retain | None = None, now: float | None = 
         asked = replace(asked, saved=asked.saved[-1:], best=found and found.version)
     # After the newest was looked for: damage that was found then is known here.
     listed = run.checkpoints.versions() if known is None else run.checkpoints.changed(known)
-    debts = owed.debts(run, asked.lineage)
+    debts = owed.debts(run, asked.lineage, end=run.job.steps)  # an earlier last one is the newest, which stays
     verdict = judge(run, keep, asked, listed, time.time() if now is None else now, owed.needed(debts))
     return Look(listed, max(asked.saved, default=None), debts, verdict)
 

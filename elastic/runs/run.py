@@ -106,28 +106,31 @@ class Run:
     def branches_at(self, at: Version | None = None) -> Version | None:
         """Returns the version from which a branch with this job goes on: the newest good checkpoint, or the good one ``at``.
 
-        Returns None if there is nothing to change.  Raises :class:`JobError` if the run has gone further than the job.
+        Returns None if there is nothing to change, neither settings nor the end that a loop has made at ``at``.  Raises :class:`JobError`
+        if the run has gone further than the job.
         """
         there = branches.newest(self.store, self.job.name)
         if there is None:
             return None
         newest = self.newest() or Version(0, 0)
         version = newest if at is None else at
-        if self._begun_as(there).digest == self.job.digest and version == newest:
+        end = self.end() if at is not None else None
+        goes_past = isinstance(end, Finished) and 0 < end.step == newest.step  # the loop has ended the run there
+        if self._begun_as(there).digest == self.job.digest and version == newest and not goes_past:
             return None
         if version.step > self.job.steps:
             raise JobError(f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} already; ask for more steps")
         return version
 
     def branch(self, now: float, at: Version | None = None, incarnation: int = 0, word: str = "") -> str:
-        """Begins a branch where :meth:`branches_at` says: from there on the run has this job.  ``word`` is the one that named ``at``.
+        """Begins a branch where :meth:`branches_at` says, or has said ``at``: from there on the run has this job.  ``word`` named ``at``.
 
         Whoever goes on at once looks at the run, claims it as ``incarnation``, and then begins the branch.  So a coordinator that still
         lives somewhere, and notices the claim later, trains worlds of the old job only, which are abandoned.  Returns the sentence that
         says so, "" if there is nothing to change.  Raises as :meth:`branches_at`, and :class:`Exists` if another command has begun a
         branch since the run was looked at: that one may have been claimed later than this one.
         """
-        there, version = branches.newest(self.store, self.job.name), self.branches_at(at)
+        there, version = branches.newest(self.store, self.job.name), at or self.branches_at()
         if there is None or version is None:
             return ""
         until, claim = self.standing(incarnation, 0.0).generation, incarnation - 1 if incarnation else self.latest_claim()
@@ -378,6 +381,12 @@ class Run:
             early = isinstance(end, Finished) and end.step and (newest is None or newest.step != end.step)  # its last save has failed
             return None if early else end
         return last.state if isinstance(last.state, TERMINAL) else None
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the run: that of its job, or the newest one if it has ended before."""
+        newest = self.newest()
+        return min(newest.step, self.job.steps) if newest is not None and isinstance(self.end(), Finished) else self.job.steps
 
     @property
     def branched(self) -> bool:

@@ -296,7 +296,7 @@ class Worker(Process):
         if step < self.sim.rules.target_step and not self.member.barred:
             self.ended = self.member.generation
             self.memory.ended()
-            self.report(self.member.say(Ends(self.name, self.member.generation, step)))
+            self.report(self.member.say(Ends(self.name, self.member.generation, step, asked=self.sim.scenario.asks)))
 
     # -- control --------------------------------------------------------------------------------------------------
 

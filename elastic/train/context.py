@@ -7,9 +7,12 @@ number, and only what the engine keeps (weights, moments, buffers) and what depe
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 
 from torch import nn
 
@@ -49,15 +52,19 @@ class Context:
         steps: Callable[[], Generator[Step, None, bool | None]],
         effects: Effects,
         stop: Callable[[str], None] = lambda reason: None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """``steps()`` yields the steps of the world, and returns whether the run ends there.  ``stop`` gets the reason of :meth:`stop`."""
+        """``steps()`` yields the steps of the world, and returns whether the run ends there.  ``stop`` gets the reason of :meth:`stop`.
+
+        ``leave()`` makes the newest step the last one of the run, because the loop was left behind it.
+        """
         self.job = job
         """The job, with all settings."""
-        self._stop, self._early = stop, False
+        self._stop, self._leave, self._early = stop, leave, False
         self._failed: Exception | None = None
         self._state, self._steps, self._effects = state, steps, effects
         self._step: Step | None = None
-        self._begun, self._over, self._built = False, False, False
+        self._begun, self._over, self._built, self._left = False, False, False, False
         state.parameters.current = False  # it may have been healed since its last pass
 
     def build(self) -> Built:
@@ -91,15 +98,21 @@ class Context:
         self._expect(not self._begun, "ctx.steps() is called twice; go through it once")
         self._begun = True
         self._effects.begin(self._state.shard.version.step)
-        with closing(self._told()) as steps:
-            for step in steps:
-                self._step = step
-                yield step
-                if step.failed is not None:
-                    raise step.failed
-                if self.job.loop:
-                    self._state.guard.check()
-                self._expect(step.outcome is not None, f"step {step.number} is not committed; call step.commit(), and do not skip a step")
+        try:
+            with closing(self._told()) as steps:
+                for step in steps:
+                    self._step = step
+                    yield step
+                    if step.failed is not None:
+                        raise step.failed
+                    if self.job.loop:
+                        self._state.guard.check()
+                    why = f"step {step.number} is not committed; call step.commit(), and do not skip a step"
+                    self._expect(step.outcome is not None, why)
+        except GeneratorExit:
+            if not _raises(sys._getframe(1)):
+                self._leave_early()
+            raise
         self._over = True
         if not self._early and self._state.shard.version.step < self.job.steps:
             raise _WorldEnds
@@ -119,14 +132,31 @@ class Context:
         self._expect(isinstance(reason, str) and bool(reason.strip()), f"ctx.stop({reason!r}): say why in words")
         self._stop(reason)
 
-    def run(self, loop: Callable[[Context], object]) -> bool:
-        """Calls ``loop``, and returns whether it was left before the last step of the run, which makes the newest step the last.
+    def _leave_early(self) -> None:
+        """Says at once that the loop was left, since what comes after it may take long.  An error is raised once it has returned."""
+        step = self._step
+        if self._left or not self._state.shard.version.step or (step is not None and (step.failed is not None or self._is_within)):
+            return
+        self._left = True
+        try:
+            self._state.guard.check()
+            self._leave()
+        except Exception as error:  # the loop's iterator must not raise here
+            self._failed = error
+
+    @property
+    def _is_within(self) -> bool:
+        """True in the middle of a step."""
+        return self._step is not None and self._step.begun and self._step.outcome is None
+
+    def run(self, loop: Callable[[Context], object]) -> None:
+        """Calls ``loop``.  If it is left before the last step of the run, the newest step is the last one.
 
         Raises :class:`LoopError` if it is left without any step, or within one, and what it raises, or has hidden.
         """
         broken = False
         try:
-            return self._goes_through(loop)
+            self._goes_through(loop)
         except Exception as error:
             broken = True
             if said := about_one_value(error, self.job):
@@ -135,28 +165,34 @@ class Context:
         finally:
             self._effects.close(broken=broken)
 
-    def _goes_through(self, loop: Callable[[Context], object]) -> bool:
+    def _goes_through(self, loop: Callable[[Context], object]) -> None:
         try:
             loop(self)
         except _WorldEnds:
-            return False
+            return
         except Exception as error:
             if self._step is None or self._step.failed in (None, error):
                 raise
             raise self._step.failed from None  # whatever the loop has made of it
         if (failed := self._failed or (self._step.failed if self._step is not None else None)) is not None:
             raise failed
-        if self._over:
-            return False
-        step, within = self._state.shard.version.step, self._step is not None and self._step.begun and self._step.outcome is None
+        if self._over or self._left:
+            return
+        step = self._state.shard.version.step
         self._expect(self._begun and step > 0, f"it ended after step {step} of {self.job.steps}; go through ctx.steps()")
-        self._expect(not within, f"it was left within step {step + 1}; leave it after step.commit(), or before the first batch")
+        self._expect(not self._is_within, f"it was left within step {step + 1}; leave it after step.commit(), or before the first batch")
+        self._left = True
         self._state.guard.check()
-        return True
+        self._leave()
 
     def _expect(self, right: bool, wrong: str) -> None:
         if not right:
             raise LoopError(f"loop = {self.job.loop!r}: {wrong}")
+
+
+def _raises(frame: FrameType) -> bool:
+    """Returns whether an error is on its way through ``frame``, which no ``sys.exc_info()`` shows: its traceback names the frame."""
+    return any(isinstance(each, TracebackType) for each in gc.get_referrers(frame))
 
 
 def standard(ctx: Context) -> None:

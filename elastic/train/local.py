@@ -206,8 +206,10 @@ class _Local:
         self.ending = ending
         self.last, self.why = start.enough or run.job.steps, start.why
         """The last step of the run, and why it is if its loop has ended it before that of the job."""
-        self.boundary = GO_ON
-        """The request for the boundary after the next commit."""
+        self.left = False
+        """True once the loop was left before the last step."""
+        self.boundary, self.reason = GO_ON, ""
+        """The request for the boundary after the next commit, and why."""
         self.run, self.session, self.world, self.show = run, session, world, show
         self.incarnation, self.lineage, self.saved = start.incarnation, start.history.lineage, list(start.history.saved)
         self.plan = Plan(start.incarnation, world.generation, Layout(), (WORKER,), Version(0, 0), "init", (), NodeId("local"))
@@ -247,7 +249,8 @@ class _Local:
         effects = Effects(self.run.store, job.name, tells=True)
         assert self.session.loop is not None
         try:
-            Context(job, state, partial(self._steps, state, effects), effects, self._stop).run(self.session.loop)
+            steps, leave = partial(self._steps, state, effects), partial(self._leave, state)
+            Context(job, state, steps, effects, self._stop, leave).run(self.session.loop)
             if self.step < job.steps and not self._ends():
                 self._end_early(state)
         except KeyboardInterrupt as interrupt:
@@ -263,18 +266,28 @@ class _Local:
         finally:
             self.profiler.finish()
             self.profiler.close()
-        self._validated(state, self.step)
+        if not self.left:
+            self._validated(state, self.step)
         rule = job.validation
         top, why = mark(self.measured, rule.min_delta) if self._ends() else None, self.why or f"all {job.steps} steps are done"
         return "Finished", why if top is None else out_of_patience(rule.patience, rule.min_delta, top.version.step, self.step), self.step
 
     def _stop(self, why: str) -> None:
-        self.boundary, self.why = ENDS, self.why or why
+        self.boundary, self.reason = ENDS, self.reason or why
+
+    def _leave(self, state: State) -> None:
+        self.left = self.step < self.last and self.ending.how is None
+        if self.step < self.session.job.steps and not self._ends():
+            self._end_early(state)
 
     def _end_early(self, state: State) -> None:
-        """Saves the step that is done as the last one.  The end is noted first, so that whoever finds the save finds it, too."""
-        self.why = self.why or "the loop was left"
-        self._validated(state, self.step, last=True)
+        """Saves the step that is done as the last one.  The end is noted first, so that whoever finds the save finds it, too.
+
+        The step behind which a loop is left is not validated: in a world of several, others may be in the next one.
+        """
+        self.why = self.why or ("" if self.left else self.reason) or "the loop was left"
+        if not self.left:
+            self._validated(state, self.step, last=True)
         self.ending.how = Finished(self.step, self.why)
         if self.rows:
             self.ending.write()
@@ -456,7 +469,7 @@ class _Local:
 
     def _pay(self) -> None:
         """Performs what is owed, each once; what fails is tried again at the next save."""
-        for debt in owed.debts(self.run, self.lineage, self.asked, WORK):
+        for debt in owed.debts(self.run, self.lineage, self.asked, WORK, self._last_step):
             if not debt.given_up:
                 try:
                     said = pay(self.run, self.run.job, debt)[0]
@@ -465,10 +478,15 @@ class _Local:
                 if said:
                     self.show_sentence(said)
 
+    @property
+    def _last_step(self) -> int:
+        """The last step of the run, as far as it is known."""
+        return self.step if self.ending.how is not None or self._ends() else self.last
+
     def show_owed(self, state: str) -> None:
         """Says what is left to do: what failed, and validations that spares were to make."""
         with suppress(StorageError, OSError):  # `elastic owed` says it at any time
-            if said := owed.left(owed.debts(self.run, self.lineage, self.asked), state == "Finished"):
+            if said := owed.left(owed.debts(self.run, self.lineage, self.asked, end=self._last_step), state == "Finished"):
                 self.show_sentence(said)
 
     def show_said(self) -> None:

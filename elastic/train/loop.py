@@ -268,10 +268,8 @@ class Trainer(Controlled):
         effects = Effects(self.checkpoints.store, job.name, tells=state.world.rank == 0)
         assert self.session.loop is not None
         with self._looking_at_the_order(plan, state):
-            steps, stop = partial(self._steps, plan, state, shape, effects), partial(self._stop, plan)
-            if Context(job, state, steps, effects, stop).run(self.session.loop):
-                self._left = state.shard.version
-                self._ends(plan, state)
+            steps, leave = partial(self._steps, plan, state, shape, effects), partial(self._leave, plan, state)
+            Context(job, state, steps, effects, partial(self._stop, plan), leave).run(self.session.loop)
         self.profiler.finish()
         if snapshots is not None:
             snapshots.make_room(lambda: not self.orders.empty())
@@ -298,18 +296,39 @@ class Trainer(Controlled):
         self._best = better_of(self._best, Score(version, found), rule.min_delta)
         return gives_up(self._best, version.step, rule.every, rule.patience)
 
-    def _ends(self, plan: Plan, state: State, found: Validated | None = None) -> None:
-        """Ends the run with the step that is done: begins the last save, if its commit has not, and validates what this world has made.
+    def _leave(self, plan: Plan, state: State) -> None:
+        """Ends the run with the step that the loop has left behind.
 
-        A run without patience was ended by ``found``.
+        It is validated only if all members know that it is the last one: others may be in the next step by now.
         """
-        job, step, outcome = self.session.job, state.shard.version.step, self._newest
-        if step < job.steps:
+        self._left, outcome = state.shard.version, self._newest
+        if self._left.step >= self._last(plan) or (outcome is not None and outcome.boundary == ENDS):
+            self._ends(plan, state)
+        else:
+            self._save_last(plan, state)
+
+    def _last(self, plan: Plan) -> int:
+        return min(plan.ends or self.session.job.steps, self.session.job.steps)
+
+    def _save_last(self, plan: Plan, state: State, *, patience: bool = False) -> None:
+        """Tells the coordinator that the step that is done is the last one, if it is not that of the job, and begins its save, if its
+        commit has not.
+        """
+        if (step := state.shard.version.step) < self.session.job.steps:
             with self.apply_fence as member:
                 member.go_on("ended")  # a loop may hide that its world is over
             if self.session.snapshots is not None:
                 self.session.snapshots.ended(state.shard)
-            self._say(Ends(self.worker, plan.generation, step, patience=found is not None))
+            asked = self._newest is not None and self._newest.boundary == ENDS
+            self._say(Ends(self.worker, plan.generation, step, patience=patience, asked=asked))
+
+    def _ends(self, plan: Plan, state: State, found: Validated | None = None) -> None:
+        """Ends the run with the step that is done, on all members: saves it, and validates what this world has made.
+
+        A run without patience was ended by ``found``.
+        """
+        job, step, outcome = self.session.job, state.shard.version.step, self._newest
+        self._save_last(plan, state, patience=found is not None)
         if found is None and outcome is not None and job.validates(job.steps):
             found = validate(self.session, state, self.apply_fence, step)
         if found is not None and state.world.rank == 0:
@@ -319,7 +338,7 @@ class Trainer(Controlled):
     def _steps(self, plan: Plan, state: State, shape: CommitShape, effects: Effects) -> Generator[Step, None, bool]:
         """Yields the steps of this world; the loop commits each of them before the next one.  Returns whether the run ends with them."""
         job, world, step = self.session.job, state.world, plan.version.step
-        last = min(plan.ends or job.steps, job.steps)
+        last = self._last(plan)
 
         def done(outcome: Outcome, metrics: Metrics) -> None:
             if self.session.meter.first:

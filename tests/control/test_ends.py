@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from elastic.control import codec
 from elastic.control.run import Failed, Finished, Finishing, Forming, Running, RunState, Stopped, Stopping
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.protocol import events as ev
 from elastic.protocol.actions import CommitManifest, Exit, Fence, Pause, Quarantine, Settle
-from elastic.protocol.commit_record import ENDS, PAUSE, SAVE_AND_PAUSE
-from elastic.protocol.plan import Plan
+from elastic.protocol.commit_record import PAUSE, SAVE_AND_PAUSE
 from tests.control.play import CLASSES, Play, reformed, rules, started, stepping
 
 pytestmark = pytest.mark.fast
@@ -426,67 +423,3 @@ def test_a_damaged_checkpoint_is_put_aside_for_the_one_before() -> None:
     play.answer("w1", None)
     reason = play.answer("w2", None)
     assert reason == "form generation 3 of w1 and w2 (2×1) at step 10 (bucket), abandons steps 11–20 of generation 1"
-
-
-def left(play: Play, *workers: str, step: int = 3) -> str:
-    """The loops of ``workers`` have left a step behind as the last one."""
-    return [play.tell(ev.Ends(WorkerId(worker), play.generation, step)) for worker in workers][-1]
-
-
-def test_the_loops_of_all_members_end_the_run() -> None:
-    """U4: the save of that step is begun by the last of them, and the journal keeps what is known.  The control: one of two does not."""
-    play = stepping(2)
-    play.steps(1, 3)
-    assert left(play, "w1") == "step 3 is the last: the loop was left" and play.last.durable and isinstance(play.run.state, Running)
-    assert codec.decode_run(json.loads(json.dumps(codec.encode(play.run)))) == play.run
-    assert left(play, "w2") == "step 3 is the last: its checkpoint is on the way" and isinstance(play.run.state, Finishing)
-    assert play.save(Version(3, 1), "w1", "w2").endswith("finished at step 3: the loop was left")
-    assert play.run.state == Finished(3, "the loop was left")
-
-
-def test_one_member_asks_in_its_commit_and_all_end() -> None:
-    """U4: what it asks for is part of the step.  A member that dies then changes nothing: the next world is there to save that step."""
-    play = stepping(2)
-    play.steps(1, 2)
-    assert play.tell(ev.Ends(W2, 1, 0, "good enough")) == "the loop of w2 ends the run: good enough" and not play.run.enough
-    assert play.step(3, ENDS) == "step 3 is the last: good enough" and play.run.enough == 3
-    play.lose("w1")
-    play.answer("w2", Version(3, 1))
-    assert play.plan.ends == 3 == codec.decode(Plan, json.loads(json.dumps(codec.encode(play.plan)))).ends
-    reformed(play)
-    assert isinstance(play.run.state, Finishing) and play.run.saves.find(Version(3, 1)) is not None
-    play.tell(ev.ShardSaved(W2, Version(3, 1), 2))
-    play.tell(ev.Saved(Version(3, 1), "digest"))
-    assert play.run.state == Finished(3, "good enough")
-
-
-def test_a_loop_that_ends_alone_ends_all_of_them() -> None:
-    """U4: the others wait for it in vain, so the world stands still; the next one is told the last step.  Nobody is to blame."""
-    play = stepping(2)
-    play.steps(1, 3)
-    left(play, "w1")
-    play.beat("n1", ("w1", 3, 0, 0))
-    play.beat("n2", ("w2", 3, 1, 1))
-    play.now += 100
-    assert "the loop of w1 ended the run after step 3 and the others wait for it" in play.beat("n2", ("w2", 3, 1, 1)) + play.later(0)
-    play.answer("w1", Version(3, 1))
-    play.answer("w2", Version(3, 1))
-    assert (play.plan.ends, play.plan.version, len(play.plan.members)) == (3, Version(3, 1), 2)
-
-
-def test_a_loop_that_was_left_while_its_world_broke_tells_the_next_one() -> None:
-    """U4: the world that is being formed does not know the last step, so another one is formed."""
-    play = stepping(2)
-    play.steps(1, 3)
-    play.lose("w2")
-    play.answer("w1", Version(3, 1))
-    assert isinstance(play.run.state, Forming) and not play.plan.ends
-    play.here("w1")
-    left(play, "w1")
-    play.answer("w1", Version(3, 1))
-    assert isinstance(play.run.state, Forming) and play.plan.ends == 3
-
-
-def test_journals_without_such_an_end_look_as_before() -> None:
-    for value in (stepping(2).run, stepping(2).plan, Finished()):
-        assert not {"why", "left", "ends"} & codec.encode(value).keys()

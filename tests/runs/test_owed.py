@@ -14,6 +14,7 @@ from actors import checkpoint_commands, owed_command
 from actors.launch import launch
 from actors.report_command import report
 from actors.run_commands import Absent
+from elastic.control.run import Finished
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.plan.layout import Layout
@@ -22,7 +23,7 @@ from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, extended
 from elastic.report.story import Line, Sentence
-from elastic.runs import asked, branches, forks, owed
+from elastic.runs import alone, asked, branches, forks, owed
 from elastic.runs.branches import Before
 from elastic.runs.forks import Origin
 from elastic.runs.metrics import store_rows
@@ -84,6 +85,19 @@ def test_a_checkpoint_owes_at_or_after_each_multiple_and_at_the_last_step() -> N
             save(other, each)
         expected = ["export 10", "export 21", "samples 21"] if step == 24 else []
         assert listed(other) == expected, "the control: a job that asks for nothing"
+
+
+def test_the_last_step_of_a_run_that_ended_early_owes_as_well() -> None:
+    """U4: as long as that is the end of the run.  The control: before it, and once the run goes on."""
+    run = run_of(steps=25, samples={"every": 20, "prompts": ["a"]})
+    claim = run.claim_here()
+    save(run, 6)
+    save(run, 8)
+    assert listed(Run.look(run.job)) == []
+    alone.end(run.store, run.job.name, claim, Finished(8, "the loop was left"))
+    assert listed(Run.look(run.job)) == ["export 8", "samples 8"]
+    Run.look(run.job).claim_here()
+    assert listed(Run.look(run.job)) == []
 
 
 def test_spares_owe_validations_but_that_of_the_last_step() -> None:

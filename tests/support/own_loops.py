@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def steps_in(path: Path) -> list[int]:
 def ends(ctx: Context) -> None:
     """Ends the run with step 3, as the files in the folder ``how`` say: by ``ctx.stop()`` ("all", "one" member), or by ``break``.
 
-    What comes after the loop leaves a line with the step at which it is.
+    What comes after the loop leaves a line with the step at which it is; it may fail, or take long.
     """
     folder = Path(ctx.job.bucket)
     how, one = folder / "how", folder / "how" / "one"
@@ -119,6 +120,10 @@ def ends(ctx: Context) -> None:
         if step.number == 3 and ((how / "break").exists() or _is_first(how / "one breaks")):
             break
     _line(folder / "after", ctx.build().step)
+    if (how / "fails").exists():
+        raise RuntimeError("the user's own words")
+    if (how / "long").exists():
+        time.sleep(12)
 
 
 def _is_first(path: Path) -> bool:
@@ -127,6 +132,15 @@ def _is_first(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def fails_behind(ctx: Context) -> None:
+    """Fails behind a commit, within the loop: that is no `break`."""
+    for step in ctx.steps():
+        step.run()
+        step.commit()
+        if step.number == 3:
+            raise RuntimeError("the user's own words")
 
 
 # ---- wrong ones

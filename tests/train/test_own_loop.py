@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from actors.begin import finished
+from actors.launch import launch
 from elastic.control.run import Finished
 from elastic.engine.world import World
 from elastic.errors import CodeError, JobError, LoopError, PlatformGaveUp
@@ -23,6 +24,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, Outcome
 from elastic.report.story import Line, StepLine
+from elastic.runs import branches
 from elastic.runs.run import Run
 from elastic.train import local
 from elastic.train.context import Context
@@ -130,10 +132,11 @@ def test_u4_numbers_and_side_effects_in_this_process_over_a_stop(tmp_path: Path)
 def test_a_loop_ends_its_run_with_a_save(tmp_path: Path, how: str) -> None:
     """U4: what comes after the loop runs once; the same command says that the run is finished, and does no step.
 
-    The control: with more steps the run goes on.
+    ``--resume`` with that step goes on, and so does a branch with more steps.
     """
     flat = {"schedule": {"kind": "constant"}}
-    shorter, job = small_job(tmp_path / "shorter", steps=3, **flat), small_job(tmp_path / "own", steps=6, loop=f"{HERE}:ends", **flat)
+    shorter = small_job(tmp_path / "shorter", steps=3, **flat)
+    job = small_job(tmp_path / "own", steps=6, loop=f"{HERE}:ends", export={"every": 1000}, **flat)
     run_local(shorter, lambda _: None)
     (tmp_path / "own" / "how").mkdir(parents=True)
     (tmp_path / "own" / "how" / how).touch()
@@ -144,12 +147,30 @@ def test_a_loop_ends_its_run_with_a_save(tmp_path: Path, how: str) -> None:
         run = Run.open(job)
         assert exported_hash(job) == exported_hash(shorter) and run.newest() == Version(3, 1)
         assert run.end() == Finished(3, why) and finished(job) == (f"finished: step 3 is in the bucket: {why}", 3)
-        assert steps_in(tmp_path / "own" / "after")[-1:] == [3]
+        assert steps_in(tmp_path / "own" / "after")[-1:] == [3] and [*tmp_path.glob("own/toy/exports/*3")]
     assert not [line for line in lines if isinstance(line, StepLine)]
     (tmp_path / "own" / "how" / how).unlink()
+    gone_on = launch(job, local=True, resume=3, show=lambda line: None)
+    assert (gone_on.state, gone_on.step) == ("Finished", 6) and exported_hash(job) != exported_hash(shorter)
+    assert launch(job, local=True, resume=3, show=lambda line: None).step == 6 and len(branches.every(run.store, job.name)) == 1
     more = job.replace(steps=7)
     Run.look(more, branch=True).branch(0.0)
     assert run_local(more, lines.append)[::2] == ("Finished", 7)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("how", ["break", "all"])
+def test_an_error_after_the_loop_does_not_move_the_end(tmp_path: Path, how: str) -> None:
+    """U4: the step is saved as the last one by then.  The control: an error within the loop, behind the same commit, ends no run."""
+    for loop in ("ends", "fails_behind"):
+        job = small_job(tmp_path / loop, steps=6, loop=f"{HERE}:{loop}")
+        (tmp_path / loop / "how").mkdir(parents=True)
+        for each in (how, "fails"):
+            (tmp_path / loop / "how" / each).touch()
+        with pytest.raises(RuntimeError, match="the user's own words"):
+            run_local(job, lambda _: None)
+        run = Run.open(job)
+        assert run.newest() == Version(3, 1) and isinstance(run.end(), Finished) is (loop == "ends") is (finished(job) is not None)
 
 
 def unavailable(*_: object) -> None:

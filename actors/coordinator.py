@@ -59,7 +59,7 @@ from elastic.protocol.events import (
     Tick,
     parts,
 )
-from elastic.report.best import best, mark
+from elastic.report.best import best, comparable, mark
 from elastic.report.story import Story
 from elastic.runs import restarts
 from elastic.runs.deleted import put_back
@@ -213,7 +213,8 @@ class Coordinator:
             score = Score(top.version, Validated(top.loss, 1), reference.held_out)
             state = replace(state, history=replace(state.history, best=score))
         if self.rules.patience and (last := mark(found, self.rules.min_delta)):
-            state = replace(state, mark=Score(last.version, Validated(last.loss, 1), reference.held_out))
+            worse = tuple(sorted(each for each in comparable(found) if each > last.version)) or None
+            state = replace(state, mark=Score(last.version, Validated(last.loss, 1), reference.held_out), worse=worse)
         if over := impatient(self.run, state.history.lineage, reference.held_out):
             state = replace(state, enough=over[1])
         return replace(state, incarnation=incarnation, members=replace(state.members, reference=reference))

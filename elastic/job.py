@@ -447,7 +447,6 @@ class Job(Part):
             cross_zone=self.copies.cross_zone,
             reproducible=self.reproducible,
             validates_last=self.validates(self.steps),
-            validate_every=self.validation.every if self.validation.patience else 0,
             patience=self.validation.patience,
             min_delta=self.validation.min_delta,
             spares=self.workers.spares,

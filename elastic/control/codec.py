@@ -48,7 +48,7 @@ from elastic.protocol.plan import Plan
 FORMAT = 3
 READABLE = (*old_journals.FORMATS, FORMAT)
 
-RETIRED = {"state_bytes", "copy_rule"}
+RETIRED = {"state_bytes", "copy_rule", "validate_every"}
 """Fields that older versions wrote and that no decision uses any more."""
 COMMIT = "Commit"
 """The name that stands for a commit that is written elsewhere."""
@@ -71,10 +71,10 @@ SELDOM = {
 QUIET: Mapping[type, tuple[str, ...]] = {
     StepDone: ("metrics", "quarantined", "quarantined_by"),
     SaveFailed: ("full",),
-    RunState: ("enough", "why", "asked", "left", "mark"),
+    RunState: ("enough", "why", "asked", "left", "mark", "worse"),
     Finished: ("step", "why"),
-    Plan: ("ends", "best"),
-    Rules: ("patience", "validate_every", "min_delta"),
+    Plan: ("ends", "best", "worse"),
+    Rules: ("patience", "min_delta"),
     Retain: ("at_once",),
 }
 """Fields that are left out where they say nothing."""

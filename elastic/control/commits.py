@@ -23,7 +23,7 @@ from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding
 from elastic.protocol import lineage
 from elastic.protocol.actions import Pause
-from elastic.protocol.commit_record import ENDS, GO_ON, Outcome, Score, Validated, better_of, gives_up, out_of_patience, told_of
+from elastic.protocol.commit_record import ENDS, GO_ON, Outcome, Score, Validated, better_of, out_of_patience, told_of
 from elastic.protocol.copy_schedule import due
 from elastic.protocol.events import Ends, Evaluated, StepDone
 from elastic.protocol.plan import Plan
@@ -148,7 +148,9 @@ def _validated(decision: Decision, version: Version, found: Validated) -> None:
     if decision.rules.patience:
         mark = decision.run.mark or known
         on_line = mark is not None and history.contains(mark.version) and mark.held_out == score.held_out
-        decision.know(mark=better_of(mark if on_line else None, score, decision.rules.min_delta))
+        mark = better_of(mark if on_line else None, score, decision.rules.min_delta)
+        later = {each for each in (*(decision.run.worse or ()), version) if each > mark.version and history.contains(each)}
+        decision.know(mark=mark, worse=tuple(sorted(later)) or None)
     against = "" if best is score else f"; the best is {best.found.mean:.6g} after step {best.version.step}"
     decision.say(f"{told_of(version.step, found)}{against}")
     _count_the_worse(decision, version.step)
@@ -157,7 +159,7 @@ def _validated(decision: Decision, version: Version, found: Validated) -> None:
 def _count_the_worse(decision: Decision, step: int) -> None:
     """Takes note that the validation after ``step`` was the last one for which the run has patience."""
     mark, rules = decision.run.mark, decision.rules
-    if decision.run.enough or mark is None or not gives_up(mark, step, rules.validate_every or 1, rules.patience):
+    if decision.run.enough or mark is None or not 0 < rules.patience <= len(decision.run.worse or ()):
         return
     decision.know(enough=step)
     decision.say(out_of_patience(rules.patience, rules.min_delta, mark.version.step, step))

@@ -72,8 +72,6 @@ class Rules:
     """True if buddies are in other zones; False if they are in the same one."""
     validates_last: bool = False
     """True if the state after the last step is validated, so that its world is left the time for that."""
-    validate_every: int = 0
-    """Number of steps between validations, if ``patience`` counts them."""
     patience: int = 0
     """Number of validations in a row without a better one that end the run; 0 means that none do."""
     min_delta: float = 0.0

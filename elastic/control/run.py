@@ -30,7 +30,6 @@ from elastic.protocol.plan import Plan
 from storage.slices import Tensor
 
 NEVER = float("inf")
-
 # ---- states
 
 
@@ -444,6 +443,7 @@ class RunState:
     skips: Skips = field(default_factory=Skips)
     enough: int = 0  # the last step of a run that ends before the target step, since its loop or its patience is over; 0: it does not
     mark: Score | None = None  # the validation by which the patience is measured: the last one that was better by ``min_delta``
+    worse: tuple[Version, ...] | None = None  # the validations after that one
     why: str = ""  # the reason why the loop ended the run; "" if it has not
     asked: str = ""  # the reason for which a loop of this generation asks for the end; it counts once a commit says so
     left: tuple[WorkerId, ...] | None = None  # the members whose loops have left that step behind, if any: they make no later one

@@ -166,7 +166,8 @@ def make_plan(run: RunState, rules: Rules) -> Plan | None:
         zero=2 if _may_gather_once(run.members, members, layout) else None,
         lineage=copy_inventory.line_of(run, source.version),
         ends=run.enough,
-        best=_best(run, source.version) if rules.patience else None,
+        best=(best := _best(run, source.version) if rules.patience else None),
+        worse=sum(each < source.version and run.history.contains(each) for each in run.worse or ()) if best is not None else 0,
     )
 
 

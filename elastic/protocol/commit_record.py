@@ -183,11 +183,6 @@ def better_of(known: Score | None, score: Score, min_delta: float = 0.0) -> Scor
     return score if is_better or known is None else known
 
 
-def gives_up(best: Score, step: int, every: int, patience: int) -> bool:
-    """Returns whether the validation after ``step``, of those after every so many steps, is the last one for which there is patience."""
-    return 0 < patience <= step // every - best.version.step // every
-
-
 def told_of(step: int, found: Validated) -> str:
     """Returns the sentence about the validation after ``step``."""
     return f"validation after step {step}: loss {found.mean:.6g} over {found.count} terms"

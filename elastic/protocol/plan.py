@@ -52,6 +52,9 @@ class Plan:
     best: Score | None = None
     """The validation by which patience is measured, if a run without patience ends where none is better for long."""
 
+    worse: int = 0
+    """The number of validations after that one, up to ``version`` without its own, which the members make again."""
+
     @cached_property
     def ranks(self) -> dict[WorkerId, int]:
         """The world rank of each member."""

@@ -228,8 +228,8 @@ class _Local:
         self.sinks = Sinks(run, self.said.append)
         self.found: tuple[int, Validated] | None = None
         """The newest validation, and the step after which it was made."""
-        self.measured: dict[Version, Loss] = {}
-        """The validations by which ``validation.patience`` is judged."""
+        self.measured, self.enough = dict[Version, Loss](), 0
+        """The validations by which ``validation.patience`` is judged, and the step at which it is over; 0 if it is not."""
         self.profiler = Profiler(run.job, run.store, self.show_sentence)
 
     def train(self) -> tuple[str, str, int]:
@@ -238,7 +238,7 @@ class _Local:
         self._store_journaled()
         self.sinks.hand_on(self.lineage)  # what they lack of earlier processes
         self._pay()
-        self.measured = measured(self.run, self.lineage, held_out_of(self.session)) if job.validation.every else {}
+        self._judge(measured(self.run, self.lineage, held_out_of(self.session)) if job.validation.every else {})
         go(self.apply_fence, self.plan, state.shard)
         for line in decay_line(state).splitlines():
             self.show_sentence(line)
@@ -333,13 +333,16 @@ class _Local:
             self.found = step, validate(self.session, state, self.apply_fence, step)
             self.show(Scored(time.time(), told_of(step, self.found[1]), step, self.found[1].mean))
             self._note(self.found[1])
-            self.measured[lineage.tip(self.lineage)] = Loss(self.found[1].mean)
+            self._judge({lineage.tip(self.lineage): Loss(self.found[1].mean)})
         return self.found[1]
 
     def _ends(self) -> bool:
         """Returns whether the run has no patience left at the step that is done, or from which it resumed."""
-        rule = self.session.job.validation
-        return 0 < enough(self.measured, rule.patience, rule.min_delta) <= self.step
+        return 0 < self.enough <= self.step
+
+    def _judge(self, found: dict[Version, Loss]) -> None:
+        self.measured |= found
+        self.enough = enough(self.measured, self.session.job.validation.patience, self.session.job.validation.min_delta)
 
     def _is_known(self) -> bool:
         """Returns whether the state with which this process began was validated before, on the same samples."""

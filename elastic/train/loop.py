@@ -25,7 +25,7 @@ from elastic.errors import AbortStuck, FencedOff
 from elastic.ids import Version
 from elastic.imports import less_memory
 from elastic.plan.transfer import Holding
-from elastic.protocol.commit_record import ENDS, GO_ON, CommitShape, Outcome, Score, Validated, better_of, gives_up
+from elastic.protocol.commit_record import ENDS, GO_ON, CommitShape, Outcome, Score, Validated, better_of
 from elastic.protocol.events import Broken, Ends, Evaluated, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, home_of, nothing
@@ -83,6 +83,8 @@ class Trainer(Controlled):
         """The newest commit of the present world."""
         self._best: Score | None = None
         """The validation by which the patience is measured."""
+        self._worse = 0
+        """The number of validations after that one."""
         self._left: Version | None = None
         """The version that the loop has left behind as the last one; if its world was over by then, the next one is told."""
 
@@ -293,8 +295,9 @@ class Trainer(Controlled):
     def _loses_patience(self, state: State, found: Validated) -> bool:
         """Returns whether ``found``, of the present state, is the last validation for which the run has patience."""
         version, rule = state.shard.version, self.session.job.validation
-        self._best = better_of(self._best, Score(version, found), rule.min_delta)
-        return gives_up(self._best, version.step, rule.every, rule.patience)
+        self._best = better_of(self._best, score := Score(version, found), rule.min_delta)
+        self._worse = 0 if self._best is score else self._worse + (version > self._best.version)
+        return 0 < rule.patience <= self._worse
 
     def _leave(self, plan: Plan, state: State) -> None:
         """Ends the run with the step that the loop has left behind.
@@ -354,7 +357,7 @@ class Trainer(Controlled):
             self._newest = outcome
             effects.committed(outcome.step)
 
-        self._newest, self._best = None, plan.best
+        self._newest, self._best, self._worse = None, plan.best, plan.worse
         while step < last:
             validated = validate(self.session, state, self.apply_fence, step) if job.validates(step) else None
             if validated is not None and self._loses_patience(state, validated):

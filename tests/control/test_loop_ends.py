@@ -74,7 +74,7 @@ def test_what_was_asked_in_a_world_that_broke_before_its_commit_is_no_reason() -
 
 def test_patience_has_no_reason_of_a_loop() -> None:
     """U4, L1: a request that nobody has committed is none, so a start with more patience goes on."""
-    play = stepping(2, save_every=2, validate_every=2, patience=1)
+    play = stepping(2, save_every=2, patience=1)
     play.steps(1, 2)
     play.tell(ev.Ends(W2, 1, 0, "good enough"))
     for number, loss in ((3, 1.0), (4, None), (5, 2.0)):

@@ -155,7 +155,7 @@ def test_replicas_that_differ_end_the_run_at_once() -> None:
 def test_what_is_better_by_less_than_min_delta_does_not_count_for_patience() -> None:
     """L1: the best is still the smallest loss.  The control: without ``min_delta`` each of them counts."""
     for min_delta in (0.1, 0.0):
-        play = stepping(2, save_every=2, validate_every=2, patience=2, min_delta=min_delta)
+        play = stepping(2, save_every=2, patience=2, min_delta=min_delta)
         losses = {2: 2.0, 4: 1.95, 6: 1.92}
         for number in range(1, 8):
             said = step(play, number, losses.get(number - 1))
@@ -167,13 +167,27 @@ def test_what_is_better_by_less_than_min_delta_does_not_count_for_patience() -> 
         assert enough(found, 2, min_delta) == play.run.enough, "a start finds the same in the metrics"
 
 
+def test_patience_counts_the_validations_that_there_are() -> None:
+    """L1: ``validation.every`` may change on the way, so steps say nothing.  The next world knows how many there were."""
+    play, losses = stepping(2, save_every=2, patience=3), {2: 2.0, 6: 2.5, 7: 2.5, 8: 2.5}
+    for number in range(1, 9):
+        step(play, number, losses.get(number - 1))
+    play.lose("w1")
+    play.answer("w2", Version(8, 1))
+    assert not play.run.enough and play.plan.worse == 2
+    assert [codec.decode(type(each), json.loads(json.dumps(codec.encode(each)))) == each for each in (play.plan, play.run)] == [True, True]
+    reformed(play)
+    assert step(play, 9, losses[8]).endswith("than that after step 2, so step 8 is the last") and play.run.enough == 8
+    assert enough({Version(at, 1): Loss(loss) for at, loss in losses.items()}, 3, 0.0) == 8, "a start finds the same in the metrics"
+
+
 def test_a_run_without_patience_ends_with_the_checkpoint_of_the_validation() -> None:
     """L1: two validations in a row are no better.  The world trains on until that checkpoint is there.
 
     A worker is lost meanwhile, so a validation is told again: it is not counted twice.  The control has more patience.
     """
     for patience in (2, 3):
-        play = stepping(2, save_every=2, validate_every=2, patience=patience)
+        play = stepping(2, save_every=2, patience=patience)
         for number, loss in ((1, None), (2, None), (3, 2.0), (4, None), (5, 2.5)):
             step(play, number, loss)
         play.save(Version(4, 1), "w1", "w2")

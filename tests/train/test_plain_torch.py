@@ -385,7 +385,7 @@ def thawing(ctx: Any) -> None:
     ("loop", "said"),
     [
         (clamping, r"changed the parameter 'head\.weight'"),
-        (clipping, "uses or changes gradients of its parameters"),
+        (clipping, "uses or changes gradients of the parameters"),
         (clamping_data, r"changed the parameter 'head\.weight'"),
         (clamping_later, r"changed the parameter 'head\.weight'"),
         (thawing, r"requires_grad of the parameter 'head\.weight' .* is False now, and was True"),

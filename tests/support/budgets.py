@@ -42,8 +42,8 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/architecture": Budget(processes=4, why="what a package imports shows in a process that imports nothing else"),
     "tests/data": Budget(
         worlds=2,
-        processes=8,
-        why="rows of others' datasets in a world; tokenizers and preparations that are killed, or have an environment of their own",
+        processes=20,
+        why="rows of others' datasets in a world, and what reads them; tokenizers and preparations that are killed, or have an environment of their own",
     ),
     "tests/engine": Budget(
         worlds=260,

@@ -43,7 +43,7 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/data": Budget(
         worlds=2,
         processes=20,
-        why="rows of others' datasets in a world, and what reads them; tokenizers and preparations that are killed, or have an environment of their own",
+        why="rows of others' datasets in a world, and readers; tokenizers and preparations that are killed, or have their own environment",
     ),
     "tests/engine": Budget(
         worlds=260,

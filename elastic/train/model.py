@@ -84,7 +84,8 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
     _check_parameters(job, model)
     if not callable(getattr(model, "init_weights", None)):
         raise ModelError(
-            f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add one that sets every parameter"
+            f"the model of {job.model!r} ({type(model).__name__}) has no init_weights() method; add one that sets every parameter; "
+            f"with the body `pass` they keep the values of the constructor"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype not in DTYPE_NAMES:

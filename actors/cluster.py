@@ -55,7 +55,6 @@ def connect(
         return own_cluster.wait()
     if ray.is_initialized():
         return None
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     submitted = os.environ.get("RAY_ADDRESS", "") if address in (None, "", "auto") else ""  # Ray prefers it to "auto"
     named = "the environment variable RAY_ADDRESS" if submitted else "--address"
     if answered:
@@ -72,13 +71,12 @@ def connect(
         ) from error
 
 
-def begin_here(address: str | None, workers: Workers | None, tell: Callable[[str], None]) -> bool:
-    """Begins to start a cluster on this machine, as :func:`own_cluster.begin` does, if a run at ``address`` has one; says whether."""
+def begin_here(address: str | None, workers: Workers | None, tell: Callable[[str], None]) -> None:
+    """Begins to start a cluster on this machine, as :func:`own_cluster.begin` does, if a run at ``address`` has one."""
     for variable, value in NVML.items():
         os.environ.setdefault(variable, value)
-    if here := starts_here(address):
+    if starts_here(address):
         own_cluster.begin(workers, _gpus(), tell)
-    return here
 
 
 def _check_head(address: str, named: str) -> None:

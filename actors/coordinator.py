@@ -59,12 +59,12 @@ from elastic.protocol.events import (
     Tick,
     parts,
 )
-from elastic.report.best import best, comparable, mark
+from elastic.report.best import best, comparable, enough, mark
 from elastic.report.story import Story
 from elastic.runs import restarts
 from elastic.runs.deleted import put_back
 from elastic.runs.metrics import Recorder
-from elastic.runs.resume import impatient, measured, over_fits
+from elastic.runs.resume import measured, over_fits
 from elastic.runs.run import Run
 from elastic.threads import go_or_end, keep_going
 from storage.errors import Deposed, Exists, Unavailable
@@ -215,8 +215,8 @@ class Coordinator:
         if self.rules.patience and (last := mark(found, self.rules.min_delta)):
             worse = tuple(sorted(each for each in comparable(found) if each > last.version)) or None
             state = replace(state, mark=Score(last.version, Validated(last.loss, 1), reference.held_out), worse=worse)
-        if over := impatient(self.run, state.history.lineage, reference.held_out):
-            state = replace(state, enough=over[1])
+        if over := enough(found, self.rules.patience, self.rules.min_delta):
+            state = replace(state, enough=over)
         return replace(state, incarnation=incarnation, members=replace(state.members, reference=reference))
 
     def _ship(self, timeout_s: float) -> bool:

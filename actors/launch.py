@@ -164,7 +164,7 @@ def launch(
             return _result(job, *run_local(job, show, partial(begin_here, start, checked, show, branch), checked.build))
         run = Run.look(job, branch=branch)
         run.check_local()
-        if not asked and (done := finished(job, checked.build.held_out)) is not None:
+        if job.validation.patience and not asked and (done := finished(job, checked.build.held_out)) is not None:
             return _result(job, "Finished", *done)
         seen = run.latest_claim()
         _connect(job, address, requests, show)

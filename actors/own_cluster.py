@@ -59,11 +59,17 @@ _start: _Start | None = None
 
 
 def init(**options: Any) -> None:
-    """Joins or starts a cluster with these ``options`` of ``ray.init``."""
-    logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM handler is not set" not in str(record.msg))  # ours stays
+    """Joins or starts a cluster with these ``options`` of ``ray.init``, without usage reports."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray._private.worker").addFilter(_is_news)
     with kept_from_children():
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **options)
     _leave_deaths_to_the_story()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Returns False for what Ray says of a handler of signals that it does not replace here, since ours stays."""
+    return "SIGTERM handler is not set" not in str(record.msg)
 
 
 def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]) -> None:
@@ -93,11 +99,10 @@ def begin(workers: Workers | None, gpus: int | None, tell: Callable[[str], None]
 def set_variables() -> None:
     """Sets environment variables that Ray and its processes read as they start.
 
-    There are no usage reports, no token (so a firewall must keep others out), no wait for a drain at the end, and no monitor that kills to
-    free memory.
+    There is no token (so a firewall must keep others out), no wait for a drain at the end, and no monitor that kills to free memory.
     """
     os.environ |= LAUNCHES
-    for name in ("USAGE_STATS_ENABLED", "GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "memory_monitor_refresh_ms"):
+    for name in ("GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "memory_monitor_refresh_ms"):
         os.environ.setdefault(f"RAY_{name}", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 

@@ -173,14 +173,14 @@ class Spike:
     """True if the step changes no weights."""
 
 
-def better_of(known: Score | None, score: Score, min_delta: float = 0.0) -> Score:
-    """Returns ``score`` if its loss is smaller than that of ``known`` by more than ``min_delta``, else ``known``.
+def is_better(found: float, known: float | None, min_delta: float = 0.0) -> bool:
+    """Returns whether a loss is smaller than ``known`` by more than ``min_delta``.  What is no number is never the better one."""
+    return not isnan(found) and (known is None or isnan(known) or found < known - min_delta)
 
-    What is no number is never the better one.
-    """
-    found = score.found.mean
-    is_better = not isnan(found) and (known is None or isnan(known.found.mean) or found < known.found.mean - min_delta)
-    return score if is_better or known is None else known
+
+def better_of(known: Score | None, score: Score, min_delta: float = 0.0) -> Score:
+    """Returns ``score`` if there is no ``known`` one, or if its loss is better (:func:`is_better`); else ``known``."""
+    return score if known is None or is_better(score.found.mean, known.found.mean, min_delta) else known
 
 
 def told_of(step: int, found: Validated) -> str:

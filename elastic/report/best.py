@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from elastic.ids import Version
+from elastic.protocol.commit_record import is_better
 
 RISES = 3
 """Number of validations in a row that must be worse than the best one before a run over-fits: one or two may be chance."""
@@ -68,7 +69,7 @@ def mark(found: Mapping[Version, Loss], min_delta: float) -> Best | None:
     """Returns the last of the :func:`comparable` losses that was smaller by more than ``min_delta`` than the one before that was."""
     last: Best | None = None
     for version, loss in sorted(comparable(found).items()):
-        if not isnan(loss.mean) and (last is None or loss.mean < last.loss - min_delta):
+        if is_better(loss.mean, None if last is None else last.loss, min_delta):
             last = Best(version, loss.mean)
     return last
 

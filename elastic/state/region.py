@@ -319,13 +319,8 @@ class Region:
         def piece(at: int) -> None:
             _madvise(start + at, min(TAKEN, last - at), POPULATE_WRITE)
 
-        pieces = range(first, last, TAKEN)
-        if len(pieces) < TAKERS:
-            for at in pieces:
-                piece(at)
-            return
         with ThreadPoolExecutor(TAKERS) as pool:
-            deque(pool.map(piece, pieces), 0)
+            deque(pool.map(piece, range(first, last, TAKEN)), 0)
 
     def lacks(self, slot: int, size: int) -> int:
         """Returns how many of the first ``size`` bytes of the slot its writer has not taken from the system yet."""

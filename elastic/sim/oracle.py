@@ -81,8 +81,8 @@ class Oracle:
         """The (step, generation) of each commit that was ever reported, late or in time, to any coordinator that has a safe record of it or
         acted on it.
         """
-        self.answered_at: dict[int, int] = defaultdict(int)
-        """The latest step, by generation, that a worker had applied when it answered the fence."""
+        self.answered_at: dict[int, dict[WorkerId, int]] = defaultdict(dict)
+        """The latest step, by generation, that each worker had applied when it answered the fence, unless it left a later question open."""
         self.leases: dict[WorkerId, float] = {}
         """The time, by its own clock, until which each worker may apply steps."""
         self.went: set[int] = set()
@@ -188,6 +188,9 @@ class Oracle:
         for action in transition.actions:
             self.settle = action if isinstance(action, Settle) else self.settle
             self._judge_action(before, after, action, transition.reason)
+        for worker in before.state.pending if isinstance(before.state, Stopping) else ():  # asked again, it may be gone before it answers
+            if worker not in after.workers:
+                self.answered_at[before.generation].pop(worker, None)
         if before.plan is not None and isinstance(after.state, Waiting) and before.generation not in self.settled:
             self._all_out(self.plans[before.generation], "is left")
             if untold := self.answered[before.generation] - self.lost - self.expelled:
@@ -279,7 +282,7 @@ class Oracle:
                     self.occasions["an answer to an earlier coordinator"] += 1
                 self.answered[event.generation].update(() if stale else (event.worker,))
                 applied = (each.version.step for each in event.held if each.version.generation == event.generation)
-                self.answered_at[event.generation] = max(self.answered_at[event.generation], *applied, 0)
+                self.answered_at[event.generation][event.worker] = max(applied, default=0)
                 self.evidence[event.generation].update({o.step: o for o in event.outcomes if o.generation == event.generation})
             case Saved() if self.on_lineage(event.version) and not before.over:
                 self.counting.add(event.version)
@@ -469,18 +472,14 @@ class Oracle:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def judge_ledger(self, run: RunState) -> None:
-        """Checks that the coordinator of a finished run was told what each step consumed.
-
-        A report may be missing only if no worker that answered the fence had applied the step, and the generation is over: another one
-        followed, or its members were asked at the end.
-        """
+        """Checks that the coordinator of a finished run was told what each step consumed, if a worker that it could ask had applied it."""
         if not isinstance(run.state, Finished):
             return
         for step, generation in enumerate(expanded(run.history.lineage), 1):
             if (step, generation) not in self.told:
                 self.occasions["what a step consumed is known from the bucket only"] += 1
                 asked = generation != run.generation or self.asked
-                if step <= self.answered_at[generation] or not asked:
+                if step <= max(self.answered_at[generation].values(), default=0) or not asked:
                     raise Violation(f"nobody told what step {step} of generation {generation} consumed")
 
     def _judge_end(self, after: RunState, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -120,12 +120,30 @@ def groups_made(file: Path, source: str) -> Iterator[str]:
 
 
 def too_long(file: Path, source: str) -> Iterator[str]:
-    """Yields a sentence for each file and function that is too long: something in it has no name yet."""
+    """Yields a sentence for each long file and function: a reminder to look whether something in it has no name yet."""
     lines = source.count("\n")
-    if lines > table.MAX_FILE_LINES and file.as_posix() not in table.LONG_FILES:
-        yield f"{file}: {lines} lines, more than {table.MAX_FILE_LINES}"
+    if lines > table.LONG_FILE:
+        yield f"{file}: {lines} lines"
     for node in statements(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > table.MAX_FUNCTION_LINES and f"{file.as_posix()}:{node.name}" not in table.LONG_FUNCTIONS:
-                yield f"{file}:{node.lineno}: {node.name} has {length} lines, more than {table.MAX_FUNCTION_LINES}"
+            if length > table.LONG_FUNCTION:
+                yield f"{file}:{node.lineno}: {node.name} has {length} lines"
+
+
+def classes(file: Path, source: str) -> Iterator[tuple[str, str]]:
+    """Yields (name, module) of each class in ``source``."""
+    yield from ((node.name, module_name(file)) for node in statements(source) if isinstance(node, ast.ClassDef))
+
+
+def doubles(found: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yields a sentence for each name that classes of several modules share, without a line in the table that allows it."""
+    modules: dict[str, set[str]] = {}
+    for name, module in found:
+        modules.setdefault(name, set()).add(module)
+    for name, homes in sorted(modules.items()):
+        if len(homes) > 1 and name not in table.DOUBLES:
+            yield f"{name} is a class in {' and in '.join(sorted(homes))}: one word means one thing; rename one"
+    for name in table.DOUBLES:
+        if len(modules.get(name, ())) < 2:
+            yield f"{name} is no double any more: take its line out of the table"

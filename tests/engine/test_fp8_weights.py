@@ -102,21 +102,22 @@ def test_a_weight_that_two_modules_have_stays_as_it_is() -> None:
     assert [*weights_of(model, ShardingTable(("0", "1")))] == ["1.weight"]
 
 
-def living() -> int:
-    """Returns the bytes of all tensors of this process that are memory themselves; each memory counts once."""
+def living() -> dict[int, torch.UntypedStorage]:
+    """Returns the storages of all tensors of this process that are memory themselves, by their address."""
     gc.collect()
     plain = (each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter))
-    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in plain}.values())
+    return {storage._cdata: storage for storage in (each.untyped_storage() for each in plain)}
 
 
 def stepping(world: World, job: Job) -> tuple[Calls, int, int]:
     """Returns the collectives of a step's rounds, the bytes of tensors at their end, and those of the whole weights that layers hold."""
-    before = living()
+    before = living()  # kept, so that no address is used again, and what a job before this one has left counts on both sides
     with member(world, job, Version(0, 0), prefetch=0) as me:
         me.step()
         with counting() as calls:
             compute(me.session, me.state, 2)
-        return calls, living() - before, sum(each.numel() for each in held_by(me.state.model))
+        more = sum(each.nbytes() for address, each in living().items() if address not in before)
+        return calls, more, sum(each.numel() for each in held_by(me.state.model))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ BUDGETS: Mapping[str, Budget] = {
     "tests/test_imports.py": Budget(processes=7, why="imports of a process that has imported nothing"),
     "tests/test_log_folder.py": Budget(processes=4, why="a folder of logs that another process writes"),
     "tests/test_objects.py": Budget(processes=2, why="fingerprints are the same in every process"),
-    "tests/test_prepared.py": Budget(processes=2, why="what a worker imports before it joins"),
+    "tests/test_prepared.py": Budget(processes=3, why="what a worker still imports after each list of modules"),
     "tests/test_terminal.py": Budget(runs=4, processes=5, why="real terminals, one of which goes away"),
     "tests/test_threads.py": Budget(processes=2, why="threads of a process that has started none"),
     "tests/train": Budget(

@@ -3,7 +3,6 @@ arguments it does not have."""
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import hashlib
@@ -20,6 +19,7 @@ from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from symtable import symtable
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +33,10 @@ LIBRARIES = ("torch", "ray", "numpy", "pyarrow", "pydantic", "rich", "blake3", "
 """The installed packages that Elastic imports: a file of the user's of that name would be imported in their place."""
 ROOT = Path(__file__).resolve().parents[1]
 """The folder that contains our packages."""
+STAR = re.compile(rb"\bimport\s*\*")
+"""An import of all names of a module."""
+MAKERS = {"globals", "vars", "locals", "exec", "setattr"}
+"""Functions with which a module makes names that are not in its source."""
 NO_MEMORY = re.compile(r"out of memory|can(?:'|no)t allocate memory", re.IGNORECASE)
 version_of = functools.cache(metadata.version)
 """Returns the version of an installed package, whose description a process parses once: 10 ms, and each save asks for three."""
@@ -75,7 +79,7 @@ def check_name(path: str, setting: str) -> None:
     if isinstance(path, Given):
         return
     module_name, name = split(path)
-    if (spec := _spec_of(module_name)) is None:
+    if (spec := find(module_name)) is None:
         load(path, setting)  # which finds what only an import shows, or says what is not there
     elif spec.origin is not None and spec.origin.endswith(".py"):
         found = _names_in(Path(spec.origin).read_bytes())
@@ -93,41 +97,39 @@ def _without_name(named: str, path: str, place: str, found: Mapping[str, bool]) 
     return CodeError(f"{named}: the module {module} ({place}) has no {name!r}; {hint}")
 
 
-def _spec_of(module: str) -> ModuleSpec | None:
-    """Returns the spec of a module without an import of the packages that it is in; None if it is not found so."""
+def find(module: str) -> ModuleSpec | None:
+    """Returns the spec of a module, or None, without an import of the packages that it is in.
+
+    The folders of a package decide, and not what this process has imported; so a folder without ``__init__.py`` is found, too.
+    """
     top, *rest = module.split(".")
     try:
         spec = find_spec(top)
-        for part in rest:
-            spec = spec and PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
-    except (ImportError, ValueError, KeyError):  # a module made by hand, or a package without __init__.py
+    except (ImportError, ValueError):  # a module that was made by hand has none
         return None
+    for part in rest:
+        if spec is None:
+            return None
+        name, places = f"{spec.name}.{part}", [*(spec.submodule_search_locations or ())]
+        try:
+            spec = PathFinder.find_spec(name, places)
+        except KeyError:  # a folder without __init__.py: importlib looks for the path of its package among imported ones
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [folder for place in places if os.path.isdir(folder := os.path.join(place, part))]
     return spec
 
 
 def _names_in(source: bytes) -> dict[str, bool] | None:
     """Returns the names that a module binds, and of each whether it is not an import's; None if it makes some that cannot be read."""
     try:
-        waiting: list[ast.AST] = [*ast.parse(source).body]
+        table = symtable(source.decode(), "", "exec")
     except (SyntaxError, ValueError):  # the import says where
         return None
-    found = dict[str, bool]()
-    for node in waiting:
-        match node:
-            case ast.ImportFrom(names=[ast.alias(name="*")]) | ast.FunctionDef(name="__getattr__") | ast.Global():
-                return None
-            case ast.Call(func=ast.Name(id="globals" | "vars" | "locals" | "exec" | "setattr")):
-                return None
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                found |= {(alias.asname or alias.name).partition(".")[0]: False for alias in names}
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found[name] = True
-                waiting += [each for each in ast.walk(node) if isinstance(each, ast.Global)]
-                continue
-            case ast.Name(id=name, ctx=ast.Store()):
-                found[name] = True
-        waiting += ast.iter_child_nodes(node)
-    return found
+    names = {each.get_name(): each for each in table.get_symbols()}
+    if "__getattr__" in names or STAR.search(source) or any(names[each].is_referenced() for each in MAKERS & names.keys()):
+        return None
+    bound = {name: each for name, each in names.items() if each.is_assigned() or each.is_imported() or each.is_declared_global()}
+    return {name: not each.is_imported() for name, each in bound.items()}
 
 
 def _is_own(value: Any, module: str) -> bool:

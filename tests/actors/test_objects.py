@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import ray
 
-from elastic import sources
 from elastic.job import Job
+from elastic.runs import code
 from elastic.runs.run import Run
 from tests.support.commands import FORK, ROOT
 from tests.support.patience import PATIENCE_S
@@ -89,7 +89,7 @@ def test_l11_a_script_on_a_cluster_ends_with_the_bits_of_one_process(tmp_path: P
     results = [next(line for line in each.splitlines() if line.startswith("RESULT")) for each in (alone, said)]
     assert results[0] == results[1] and f"({STEPS}, " in results[0]
     run = Run.find(Job(name="objects", bucket=str(tmp_path / "bucket")))
-    (noted,) = sources.every(run.store, "objects")
+    (noted,) = code.every(run.store, "objects")
     assert {"object:build", "object:loss", "object:Waves", "__main__.SCALE"} <= noted["files"].keys()
     written = [path.read_bytes() for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
     assert len(written) > 5 and not any(b"init_weights" in each or b"cloudpickle" in each for each in written)

@@ -72,7 +72,7 @@ IMPORTS = {
         ("elastic.job", "elastic.config.values", "elastic.plan.stretches", "elastic.runs.forks", "storage.*", *NAMES)
     ),
     "elastic.runs.forks": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
-    "elastic.sources": Row(("elastic.objects", "storage.*", *NAMES)),
+    "elastic.sources": Row(("elastic.objects", *NAMES)),
     "elastic.runs.alone": Row(("elastic.control.run", "storage.*", *NAMES)),
     "elastic.runs.receipts": Row(("elastic.plan.layout", *NAMES)),
     "elastic.runs.run": Row(
@@ -90,7 +90,7 @@ IMPORTS = {
             *("storage.*", *NAMES),
         )
     ),
-    "elastic.runs.code": Row(("elastic", "elastic.job", "elastic.runs.branches", "elastic.runs.run", "elastic.sources", *NAMES)),
+    "elastic.runs.code": Row(("elastic.job", "elastic.runs.branches", "elastic.runs.run", "elastic.sources", "storage.*", *NAMES)),
     "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.forks", "elastic.runs.run", "storage.errors")),
     "elastic.runs.which": Row(("elastic.protocol.lineage", "elastic.runs.branches", "elastic.runs.run", *NAMES)),
     "elastic.runs.harmed": Row(("elastic.runs.metrics", "elastic.runs.run", "storage.*")),

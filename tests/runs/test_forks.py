@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from actors import checkpoint_commands
 from actors.launch import launch
-from elastic import sources
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
@@ -110,8 +109,8 @@ def test_a_fork_that_has_not_trained_yet_has_the_code_of_its_origin(tmp_path: Pa
     trained(job_of(tmp_path))
     start = resume.start_of(job_of(tmp_path, "fork", 8), "run@4")
     start.begin()
-    run, then = Run.look(start.job), sources.stored(ObjectStore.open(str(tmp_path)), "run")
-    assert then is not None and sources.stored(run.store, "fork") is None
+    run, then = Run.look(start.job), code.of(Run.find(job_of(tmp_path)), Version(4, 1))
+    assert then is not None and not code.every(run.store, "fork")
     code.check(run, then, Version(4, 1), accept=False)
     with pytest.raises(JobError, match=r"the code of the run 'fork' .* has changed since step 4: other\.py \(new\)"):
         code.check(run, replace(then, files={**then.files, "other.py": ("1", "1")}), Version(4, 1), accept=False)

@@ -71,8 +71,9 @@ def pack(job: Job) -> list[bytes]:
 
 def _packed(given: Mapping[str, Given]) -> bytes:
     """Returns the objects pickled together, so that what they share is one object at the worker, too."""
+    buffer = io.BytesIO()
     try:
-        return _pickled({setting: (each.value, each.fingerprint) for setting, each in given.items()})
+        _Pickler(buffer).dump({setting: (each.value, each.fingerprint) for setting, each in given.items()})
     except Exception as error:  # whatever the user's objects raise
         if len(given) > 1:
             for setting, each in given.items():
@@ -80,11 +81,6 @@ def _packed(given: Mapping[str, Given]) -> bytes:
         settings = " and ".join(f"{setting} = {str(each)!r}" for setting, each in given.items())
         why = str(error) if isinstance(error, CodeError) else f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise JobError(f"{settings} cannot be sent to workers: {why}; make or open it inside of the function that uses it") from error
-
-
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
     return buffer.getvalue()
 
 

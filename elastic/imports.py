@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from elastic.errors import CodeError, JobError
-from elastic.objects import OBJECT, Given, fingerprints
+from elastic.objects import OBJECT, Given
 
 PACKAGES = ("elastic", "actors", "storage")
 VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
@@ -253,13 +253,9 @@ def _arguments_of(code: Callable[..., Any], given: int = 0) -> list[str]:
 
 def _in_frame(error: Exception, path: str) -> Callable[..., Any] | None:
     """Returns the class or function that the innermost frame of ``error`` knows by ``path``, as ``Net.__init__``."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     first, *rest = path.removesuffix(".__init__").split(".")
-    found = None if last is None else {**last.tb_frame.f_globals, **last.tb_frame.f_locals}.get(first)
-    for name in rest:
-        found = getattr(found, name, None)
+    found = functools.reduce(lambda at, name: getattr(at, name, None), rest, {**frame.f_globals, **frame.f_locals}.get(first))
     return found if callable(found) else None
 
 
@@ -301,25 +297,16 @@ def check_packages(*folders: Path) -> None:
     a submitted job).
     """
     for name in PACKAGES:
-        for place in (_resolved(name), *(found for folder in folders for found in _named(folder, name))):
-            if place is not None and place.resolve() != ROOT / name:
+        spec = find(name)
+        imported = [*(spec.submodule_search_locations or [spec.origin or name])][:1] if spec is not None else []
+        for place in (*map(Path, imported), *(found for folder in folders for found in _named(folder, name))):
+            if place.resolve() != ROOT / name:
                 raise CodeError(f"{place} takes the place of Elastic's own package {name!r} ({ROOT / name}); rename it")
     for folder in {Path(sys.path[0]).resolve(), *(folder.resolve() for folder in folders)}:
         others = [entry for entry in sys.path if Path(entry).resolve() != folder]
         for place in (found for name in LIBRARIES for found in _named(folder, name)):
             if PathFinder.find_spec(place.stem, others) is not None:  # else the folder is where the package itself is worked on
                 raise CodeError(f"{place} takes the place of the package {place.stem!r}, which Elastic imports; rename it")
-
-
-def _resolved(name: str) -> Path | None:
-    """Returns the folder or file that ``import name`` would use, or None."""
-    module = sys.modules.get(name)
-    spec = module.__spec__ if module is not None else find_spec(name)
-    if spec is None:
-        return None
-    if spec.submodule_search_locations is not None:
-        return Path(next(iter(spec.submodule_search_locations)))
-    return Path(spec.origin or name)
 
 
 @functools.cache
@@ -337,12 +324,12 @@ def code_digest(paths: Iterable[str]) -> str:
     these import from elsewhere are not read, nor are files beside a module that is a single file: code of several files belongs into a
     package.
     """
-    paths = list(paths)
+    paths = [*dict.fromkeys(paths)]
     names = {split(path)[0] for path in paths} - {OBJECT}
     tops = sorted({name.partition(".")[0] for name in names} - set(PACKAGES))
     libraries = sorted({getattr(sys.modules[name], "LIBRARY", "") for name in names if name.partition(".")[0] in PACKAGES} - {""})
     digests = (f"{top} {_digest(_places(sys.modules[top]))}" for top in tops)
-    objects = (f"{path} {fingerprint}" for path, fingerprint in fingerprints(paths).items())
+    objects = (f"{path} {path.fingerprint}" for path in paths if isinstance(path, Given))
     return ", ".join((*digests, *objects, *(f"{library} {version_of(library)}" for library in libraries)))
 
 

@@ -15,7 +15,7 @@ import dis
 import hashlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
@@ -155,7 +155,7 @@ class _Walk:
             case staticmethod() | classmethod():
                 yield self.digest(value.__func__)
             case CellType():
-                yield self.digest(value.cell_contents) if _is_filled(value) else "empty"
+                yield "empty" if value == CellType() else self.digest(value.cell_contents)
             case tuple() | list() if type(value) in (tuple, list):
                 yield from map(self.digest, value)
             case set() | frozenset() if type(value) in (set, frozenset):
@@ -224,20 +224,7 @@ class _Walk:
         yield from map(self.digest, pairs or ())
 
 
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 (an empty one raises)
-    except ValueError:
-        return False
-    return True
-
-
 def _globals_of(code: CodeType) -> set[str]:
     """Returns the names of globals that the code reads, also inside of its functions."""
     read = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return read.union(*(_globals_of(each) for each in code.co_consts if isinstance(each, CodeType)))
-
-
-def fingerprints(paths: Iterable[str]) -> Mapping[str, str]:
-    """Returns the fingerprint of each object among ``paths``."""
-    return {path: path.fingerprint for path in paths if isinstance(path, Given)}

@@ -9,7 +9,7 @@ import pytest
 from actors.cli import main
 from tests.support.commands import ROOT
 
-GUIDE = ROOT / "examples" / "guide" / "operating.md"
+GUIDE = ROOT / "examples" / "guide" / "commands.md"
 GROUPS = ("data", "checkpoint")
 Shown = pytest.CaptureFixture[str]
 

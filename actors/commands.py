@@ -137,12 +137,13 @@ def estimate(known: Namespace) -> int:
         return 0
     _import_from_here()
     job = _sized(_job(known))
-    tensors, tried = estimate.tensors_of_job(job), list[estimate.Tried]()
+    tensors = estimate.tensors_of_job(job)
     try:
-        tried = estimate.by_recompute(job, tensors)
+        found = estimate.by_recompute(job)
     except Exception as error:  # of the data, the model or the loss: the rest can be told without them
+        found = {}
         say(f"what a microbatch takes is not known: {error if isinstance(error, ElasticError) else failure(error)}", "note: ", "yellow")
-    for line in estimate.of_job(job, tensors, tried):
+    for line in estimate.of_job(job, tensors, found):
         say(line)
     table = Table(
         "workers that share the state",
@@ -152,12 +153,12 @@ def estimate(known: Namespace) -> int:
     for shards, sizes in estimate.by_stage(job, tensors, job.workers.max):
         table.add_row(str(shards), *map(estimate.gigabytes, sizes))
     console.print(table)
-    if tried:
-        limited = job.workers.device_gb != "auto" or any(each.least for each in tried)  # else a line above says what to name for it
+    if found:
+        limited = job.workers.device_gb != "auto"  # else a line above says what to name for it
         table = Table("recompute", "more while a microbatch is computed", *["workers that must share the state"] * limited)
-        for each in tried:
-            least = str(each.least or f"more than {job.workers.max}")
-            table.add_row(str(each.policy), estimate.gigabytes(max(each.transient)), *[least] * limited)
+        for policy, need in found.items():
+            least = str(estimate.least_of(job, need) or f"more than {job.workers.max}")
+            table.add_row(str(policy), estimate.gigabytes(max(need.transient)), *[least] * limited)
         console.print(table)
     return 0
 

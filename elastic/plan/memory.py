@@ -11,8 +11,7 @@ forms, a member holds its old part beside the new one, and no gradients; the old
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 Policy = TypeVar("Policy", bound=str | float)
@@ -23,50 +22,16 @@ COPIED = 0.8
 """Part of a node's memory that copies and saves are planned with.  The rest is for processes, and whatever else runs there."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Bytes of the parameters that FSDP2 gathers at once: those of a block, or of the rest of the model."""
-
-    weights: int
-    """The weights as they are gathered."""
-    grads: int
-    """Their gradients, as a backward pass computes them."""
-    sent: int
-    """The buffers through which these are summed over the members."""
-
-
-@dataclass(frozen=True)
-class Passing:
-    """Bytes that come and go in a step because weights are gathered unit by unit (stage 3 of ZeRO)."""
-
-    beside: int
-    """The most of them while activations are there."""
-    after: int
-    """The most of them at the end of a backward pass, when there are none."""
-
-
-NOTHING = Passing(0, 0)
-
-
-def passing_of(blocks: Sequence[Unit], rest: Unit, head: int) -> Passing:
-    """Returns what comes and goes in a world of several shards.  ``head`` is the gradient of the largest parameter of the rest.
-
-    FSDP2 keeps the rest of the model gathered from the forward pass to the end of the backward pass, which computes the gradient of the
-    head first.  A block is gathered while the one before it runs, so there are two.  The gradients of one are summed meanwhile; those of
-    the rest are last.
-    """
-    most = max((one.weights + next_one.weights for one, next_one in pairwise([*blocks, Unit(0, 0, 0)])), default=0)
-    summed = max((block.grads + block.sent for block in blocks), default=0)
-    return Passing(rest.weights + head + most + summed, rest.grads + rest.sent)
-
-
 class Transient(NamedTuple):
-    """Bytes that come and go in a step beside the sums of gradients, as a step on tensors without memory tells them."""
+    """Bytes that come and go in a step beside the sums of gradients, as a step tells them: one on tensors without memory, or a real one."""
 
     alone: int
     """The bytes of a member with the whole state."""
     shared: int
     """The bytes of a member that shares the state with others."""
+
+
+NOTHING = Transient(0, 0)
 
 
 @dataclass(frozen=True)
@@ -85,29 +50,22 @@ class Need:
     """Parts of weights in fp8, from which blocks are gathered: a member of a world with more shards holds its share of them, too."""
     deferred: bool = False
     """True if sums over the members wait for the last round, so that each member holds the sums of all gradients."""
-    transient: int = 0
-    alone: int | None = None
-    """It takes the place of ``transient`` in worlds with one shard, if that is known to be another number."""
     streamed: int = 0
     """Buffers through which the state comes and goes at an update if it lives in host memory; 0 if it lives on the device."""
     hosted: int = 0
     """Copies of the weights in host memory, of which those that a block computes with come to the device."""
-    passing: Passing = NOTHING
-    """Bytes that come and go beside what is ``transient``, in worlds with more shards.  A worker that has measured leaves it out: it is in
-    what it measured."""
-
-    def with_transient(self, found: Transient) -> Need:
-        """Returns the need with what comes and goes in a step; that has what is passing."""
-        return replace(self, transient=found.shared, alone=found.alone, passing=NOTHING)
+    transient: Transient = NOTHING
 
     def of_a_member(self, shards: int) -> int:
         """Returns the bytes of a member in worlds with ``shards`` or more shards."""
         stays = shards == 1 or self.streamed  # a whole state stays where it is
         forming = 0 if stays else 2 * -(-self.state // shards) + self.gathered
-        passing = self.passing if shards > 1 else NOTHING
-        transient = self.transient if shards > 1 or self.alone is None else self.alone
-        comes = max(transient + passing.beside, passing.after, -(-self.streamed // shards))
+        comes = max(self.transient.alone if shards == 1 else self.transient.shared, -(-self.streamed // shards))
         return max(self.held(shards) + comes, forming)
+
+    def of_fewest(self, members: int) -> int:
+        """Returns the fewest bytes with which a member trains if up to ``members`` share the state, but need not."""
+        return min(self.of_a_member(shards) for shards in (1, members))  # from 2 on, more shards need no more
 
     def held(self, shards: int) -> int:
         """Returns the bytes that a member holds at the end of a backward pass."""
@@ -124,23 +82,22 @@ class Need:
         return self.computing if shards == 1 else self.gathered + -(-self.fp8 // shards)
 
 
+def least_roomy(need: Need, device: int, most: int) -> int:
+    """Returns the smallest shard degree, up to ``most``, at which a member leaves room on a device with so many bytes; 0 if none does."""
+    return next((shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device), 0)
+
+
 def least_shard(need: Need, device: int, most: int) -> int:
     """Returns the smallest shard degree, up to ``most``, at which a member fits a device with so many bytes; 0 if none does.
 
     The largest degree may take all of the device: the estimate refuses no run that might just fit.
     """
-    found = next((shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device), 0)
-    return found or (most if need.of_a_member(most) <= device else 0)
+    return least_roomy(need, device, most) or (most if need.of_a_member(most) <= device else 0)
 
 
 def enough(fewest: int, most: int) -> int:
     """Returns the number of members that must be able to train with what ``auto`` takes: ``fewest``, or half of ``most`` if that is 1."""
     return min(fewest, most) if fewest > 1 else max(most // 2, 1)
-
-
-def roomy(need: Need, device: int, members: int) -> bool:
-    """Returns whether a member fits a device with so many bytes at a shard degree up to ``members``."""
-    return any(need.of_a_member(shards) <= USABLE * device for shards in (1, members))  # from 2 on, more shards need no more
 
 
 def first_roomy(policies: Sequence[Policy], least_of: Callable[[Policy], int], fewest: int, most: int) -> Policy:

@@ -32,12 +32,17 @@ def copying(job: Job, state_bytes: int) -> list[str]:
     """Returns a sentence about the memory that copies take, unless there are such and it is trivial."""
     if state_bytes < TRIVIAL and job.copies.copy_every != 0 and not job.offload_folder:
         return []
-    rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts()]
-    sizes, folder = (state_bytes / cells[-1], state_bytes / min(cells)), job.offload_folder
-    text = explained(*sizes, rules.copy_every, rules.buddy_every, offload=job.offloads, folder=folder)
-    if rules.layout.dp_shard is None and cells[-1] < job.workers.max and state_bytes >= LARGE:
+    text = taken_by_copies(job, state_bytes)
+    if job.layout_rule().dp_shard is None and number_of_cells(job.layouts()[-1]) < job.workers.max and state_bytes >= LARGE:
         text += "; less where a device or a node has too little memory, because more workers share the state then"
     return [text]
+
+
+def taken_by_copies(job: Job, state_bytes: int, least: int = 1) -> str:
+    """Returns the sentence on what copies take of a node, for each worker, if ``least`` workers or more share the state."""
+    rules, cells = job.rules(), [number_of_cells(layout) for layout in job.layouts(least)]
+    sizes, folder = (state_bytes / cells[-1], state_bytes / min(cells)), job.offload_folder
+    return explained(*sizes, rules.copy_every, rules.buddy_every, offload=job.offloads, folder=folder)
 
 
 def hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:

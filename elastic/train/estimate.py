@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,19 +17,11 @@ from elastic.engine.optim.base import rule_of
 from elastic.engine.peak import peak_bytes
 from elastic.errors import JobError
 from elastic.job import Job
-from elastic.plan.copy_budget import amount, explained
+from elastic.plan.copy_budget import amount
 from elastic.plan.memory import NOTHING, Need, Transient, first_roomy, least_shard
+from elastic.train.demands import taken_by_copies
 from elastic.train.inventory import off_device
-from elastic.train.machine.device import (
-    all_policies,
-    gathers_of,
-    least_whole,
-    memory_of,
-    most_shards,
-    must_name_policy,
-    need_of,
-    policies_of,
-)
+from elastic.train.machine.device import all_policies, least_whole, limit_of, most_shards, must_name_policy, need_of, policies_of
 from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, in_its_stage, tensors_of
 from elastic.train.session import lengths_of, loss_of, opened
 from storage.slices import Tensor
@@ -80,120 +72,126 @@ def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None =
     return {
         f"weights{where}": -(-weights // shards),
         f"moments{where}": -(-moments // shards),
-        "gradients": need.gradients if need.deferred else -(-need.gradients // shards),
+        "gradients": need.summed(shards),
         **({"computing copies in host memory": need.hosted} if need.hosted else {"computing copies": need.copies(shards)}),
         "buffers": bytes_of([tensor for tensor in tensors if tensor.kind in BUFFERS]),
     }
 
 
-@dataclass(frozen=True)
-class Tried:
-    """One setting of ``recompute``, and the memory that it asks for."""
+def of_job(job: Job, tensors: Sequence[Tensor], found: Mapping[Policy, Need]) -> Iterator[str]:
+    """Yields what a member of the largest world holds, by class, and what its copies take of its node, with what ``auto`` takes.
 
-    policy: Policy
-    transient: Transient
-    least: int
-    """Smallest number of workers that must share the state; 0 if the memory of devices is not known, or if the state does not fit."""
-
-
-def of_job(job: Job, tensors: Sequence[Tensor], tried: Sequence[Tried]) -> Iterator[str]:
-    """Yields what a member of the largest world holds, by class, and what its copies take of its node, with what ``auto`` takes."""
+    ``found`` is that of :func:`by_recompute`, or empty if what a microbatch takes is not known.
+    """
     parameters = sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == "parameter")
     yield f"{parameters:,} parameters; the state takes {gigabytes(bytes_of(tensors))}"
-    by_policy, memory, least = {each.policy: each.least for each in tried}, memory_of(job, torch.device("cpu")), 1
+    memory, least, transient = limit_of(job), 1, NOTHING
     if not memory:
         yield "how many workers must share it depends on the memory of their devices; name that, say --workers.device-gb 80"
     else:
-        by_policy = by_policy or {"none": least_shard(foreseen(job, tensors), memory, most_shards(job))}
-        policy = first_roomy([*by_policy], by_policy.__getitem__, job.workers.min, most_shards(job))
-        if not (least := by_policy[policy]):
-            way_out = fitting_policy(job, tensors) if tried else ""
-            own = f" with recompute = {policy!r}" if way_out else ""
-            smallest = min(tried, key=lambda each: each.transient.shared, default=None)
-            one, way_out = job.workers.max == 1, way_out or fitting_changes(job, smallest)
-            few = f"{_workers(job.workers.max)} with {gigabytes(memory)}{'' if one else ' each'} {'is' if one else 'are'} too few"
-            yield "; ".join(filter(None, [f"it does not fit{own}: {few}", way_out]))
+        policy, least = _chosen(job, found or {"none": need_of_state(job)})
+        if not least:
+            yield _too_small(job, policy, found)
             return
-        yield f"recompute = {policy!r}: {least} or more workers with {gigabytes(memory)} each can train"
-    layouts = job.layouts(least)
-    shards = layouts[-1].dp_shard
-    transient = next((each.transient.shared for each in tried if memory and each.policy == policy), 0)
+        enough = f"{least} or more workers with {gigabytes(memory)} each"
+        yield f"recompute = {policy!r}: {enough} can train" if found else f"{enough} have room for it, without a microbatch"
+        transient = found[policy].transient if found else NOTHING
+    layout = job.layouts(least)[-1]
+    shards = layout.dp_shard
     whole = shards > 1 and 0 < least_whole(job, tensors, memory, transient) <= shards
     if whole:
         yield "zero = 2: there is room for all weights to compute with, so they are gathered once a step"
-    found = classes(job, tensors, shards, 2 if whole else None)
-    held = ", ".join(f"{gigabytes(size)} of {name}" for name, size in found.items() if size)
-    world = layouts[-1].world
-    whose = f"if {shards} of {world} workers share the state, each" if shards > 1 else "if each worker has the whole state, it"
-    yield f"{whose} holds {held}; {gigabytes(_on_device(job, found))} on its device"
-    passing = foreseen(job, tensors).passing if shards > 1 and not whole else NOTHING
-    if passing != NOTHING:
-        yield (
-            f"blocks are gathered one after the other: {gigabytes(passing.beside)} of weights and gradients come and go beside the "
-            f"activations of a microbatch, and {gigabytes(passing.after)} at the end of its backward pass"
-        )
-    rule = job.rules()
-    parts = [bytes_of(tensors) / layout.dp_shard for layout in layouts]
-    yield explained(parts[-1], max(parts), rule.copy_every, rule.buddy_every, offload=job.offloads, folder=job.offload_folder)
+    zero = 2 if whole else None
+    held = ", ".join(f"{gigabytes(size)} of {name}" for name, size in classes(job, tensors, shards, zero).items() if size)
+    whose = f"if {shards} of {layout.world} workers share the state, each" if shards > 1 else "if each worker has the whole state, it"
+    yield f"{whose} holds {held}; {gigabytes(need_of(job, tensors, zero).held(shards))} on its device"
+    yield taken_by_copies(job, bytes_of(tensors), least)
 
 
-def by_recompute(job: Job, tensors: Sequence[Tensor]) -> list[Tried]:
-    """Returns what ``auto`` tries, or the one policy that the job names.
+def _chosen(job: Job, found: Mapping[Policy, Need]) -> tuple[Policy, int]:
+    """Returns the policy that ``auto`` takes, and the smallest number of workers that must share the state with it; 0 if none is enough."""
+    least = {policy: least_of(job, need) for policy, need in found.items()}
+    policy = first_roomy([*least], least.__getitem__, job.workers.min, most_shards(job))
+    return policy, least[policy]
 
-    Raises what opening the data raises, and what model or loss raise: they run with tensors that have no values.
+
+def least_of(job: Job, need: Need) -> int:
+    """Returns the smallest number of workers that must share the state; 0 if the memory of devices is not known, or is too small."""
+    return least_shard(need, limit_of(job), most_shards(job))
+
+
+def _too_small(job: Job, policy: Policy, found: Mapping[Policy, Need]) -> str:
+    """Returns the sentence about a job that does not fit, with settings with which it would."""
+    way_out = fitting_policy(job) if found else ""
+    own, most = f" with recompute = {policy!r}" if way_out else "", job.workers.max
+    way_out = way_out or fitting_changes(job, min(found, key=lambda each: found[each].transient.shared, default=None))
+    few = f"{_workers(most)} with {gigabytes(limit_of(job))}{'' if most == 1 else ' each'} {'is' if most == 1 else 'are'} too few"
+    return "; ".join(filter(None, [f"it does not fit{own}: {few}", way_out]))
+
+
+def by_recompute(job: Job) -> dict[Policy, Need]:
+    """Returns what training needs with each policy that ``auto`` tries, or with the one that the job names.  Raises as :func:`needs`."""
+    return needs(job, policies_of(job) if job.recompute == "auto" else (job.recompute,))
+
+
+def needs(job: Job, policies: Sequence[Policy]) -> dict[Policy, Need]:
+    """Returns what training needs with each of ``policies``, by a step on tensors that have no values.
+
+    A member that shares the state has half of it, since with more members less comes and goes.  Where the whole state does not fit a
+    device anyway, its step is not tried.  Raises what opening the data raises, and what model or loss raise.
     """
-    return _tried(job, tensors, policies_of(job) if job.recompute == "auto" else (job.recompute,))
-
-
-def _tried(job: Job, tensors: Sequence[Tensor], policies: Sequence[Policy]) -> list[Tried]:
-    memory, need, most, found = memory_of(job, torch.device("cpu")), foreseen(job, tensors), most_shards(job), list[Tried]()
-    for policy, transient in transients(job, policies).items():
-        least = least_shard(need.with_transient(transient), memory, most) if memory else 0
-        found.append(Tried(policy, transient, least))
+    batch, builder, loss = _longest(job), builder_of(job), loss_of(job)
+    model = build_model(job, builder)
+    job = in_its_stage(job, model)
+    need, found = need_of(job, tensors_of(model, rule_of(job))), dict[Policy, Need]()
+    degrees = (1,) if most_shards(job) == 1 else (2,) if 0 < limit_of(job) < need.held(1) else (1, 2)
+    for policy in policies:
+        tried = job.replace(recompute=policy)
+        ask = partial(peak_bytes, partial(build_model, tried, builder), tried, loss, batch, torch.device("cpu"))
+        sizes = [max(0, ask(shards) - need.summed(shards)) for shards in degrees]
+        found[policy] = replace(need, transient=Transient(sizes[0], sizes[-1]))
     return found
 
 
-def foreseen(job: Job, tensors: Sequence[Tensor]) -> Need:
-    """Returns what training needs beside activations, as long as no worker has measured anything."""
-    job = in_its_stage(job, build_model(job, builder_of(job)))
-    return replace(need_of(job, tensors), passing=gathers_of(job, tensors))
+def need_of_state(job: Job) -> Need:
+    """Returns what training needs beside what comes and goes in a step."""
+    model = build_model(job, builder_of(job))
+    return need_of(in_its_stage(job, model), tensors_of(model, rule_of(job)))
 
 
-def fitting_policy(job: Job, tensors: Sequence[Tensor]) -> str:
+def fitting_policy(job: Job) -> str:
     """Returns words that name a setting of ``recompute`` with which a job fits that does not fit with its own; "" if there is none.
 
-    Raises as :func:`by_recompute`.
+    Raises as :func:`needs`.
     """
     own = policies_of(job) if job.recompute == "auto" else (job.recompute,)
     others = [policy for policy in all_policies(job) if policy not in own]
-    by_policy = {each.policy: each.least for each in _tried(job, tensors, others)} if others else {}
-    policy = first_roomy([*by_policy], by_policy.__getitem__, job.workers.min, most_shards(job)) if by_policy else ""
-    if not by_policy.get(policy):
+    policy, least = _chosen(job, needs(job, others)) if others else ("", 0)
+    if not least:
         return ""
     why = "; a compiled reproducible job must name it" if must_name_policy(job) and job.recompute == "auto" else ""
-    return f"with recompute = {policy!r} it fits from {_workers(by_policy[policy])} on{why}"
+    return f"with recompute = {policy!r} it fits from {_workers(least)} on{why}"
 
 
-def fitting_changes(job: Job, tried: Tried | None) -> str:
+def fitting_changes(job: Job, policy: Policy | None) -> str:
     """Returns words that name other settings, each with which alone a job fits that does not fit with its own; "" if there are none.
 
-    ``tried`` has the policy that needs least; it is None if what a step takes is not known.  Raises as :func:`by_recompute`.
+    ``policy`` is the one that needs least; it is None if what a step takes is not known.  Raises as :func:`needs`.
     """
-    memory, found = memory_of(job, torch.device("cpu")), list[str]()
+    found = list[str]()
 
-    def takes(other: Job) -> Transient:
-        return transients(other, [tried.policy])[tried.policy] if tried is not None else Transient(0, 0)
+    def need_with(other: Job) -> Need:
+        return need_of_state(other) if policy is None else needs(other, [policy])[policy]
 
     for changes in CHANGES:
         with suppress(JobError):  # settings of the job that do not go with these
             other = job.replace(**_onto(job, changes))
-            if least := _least(other, takes(other), memory):
+            if least := least_of(other, need_with(other)):
                 found.append(f"with {' and '.join(f'{name} = {value!r}' for name, value in changes.items())} from {_workers(least)} on")
     with suppress(JobError):
         larger = (job.replace(**_onto(job, {"workers.max": factor * job.workers.max})) for factor in FACTORS)
-        first = next(larger)
-        transient = takes(first)  # of two that share the state, so that of all others too
-        if least := next(filter(None, (_least(other, transient, memory) for other in chain([first], larger))), 0):
+        need = need_with(first := next(larger))  # of two that share the state, so that of all others too
+        if least := next(filter(None, (least_of(other, need) for other in chain([first], larger))), 0):
             found.append(f"with workers.max = {least} or more")
     return f"it fits {', or '.join(found)}" if found else ""
 
@@ -207,46 +205,21 @@ def _onto(job: Job, changes: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def _least(job: Job, transient: Transient, memory: int) -> int:
-    return least_shard(foreseen(job, tensors_of_job(job)).with_transient(transient), memory, most_shards(job))
-
-
 def _workers(number: int) -> str:
     return f"{number} worker{'s' * (number != 1)}"
 
 
-def unnamed_policy(job: Job, tensors: Sequence[Tensor]) -> str:
+def unnamed_policy(job: Job) -> str:
     """Returns a sentence about a job that does not fit because it must name its ``recompute``, and does not; "" for any other one.
 
     It is a guess before a worker has measured anything.  A model or a loss that does not run without values says nothing about memory.
     """
-    memory = memory_of(job, torch.device("cpu"))
-    if not memory or job.recompute != "auto" or not must_name_policy(job):
+    if not limit_of(job) or job.recompute != "auto" or not must_name_policy(job):
         return ""
     with suppress(Exception):  # of the user's code
-        if not any(each.least for each in by_recompute(job, tensors)) and (way_out := fitting_policy(job, tensors)):
-            return f"recompute = 'auto' keeps everything here, and {gigabytes(memory)} for each worker seem too few; {way_out}"
+        if not _chosen(job, by_recompute(job))[1] and (way_out := fitting_policy(job)):
+            return f"recompute = 'auto' keeps everything here, and {gigabytes(limit_of(job))} for each worker seem too few; {way_out}"
     return ""
-
-
-def transients(job: Job, policies: Sequence[Policy]) -> dict[Policy, Transient]:
-    """Returns the bytes that come and go in a step, for each of ``policies``.  Raises as :func:`by_recompute`.
-
-    Sums of gradients are not among them, as :func:`~elastic.train.machine.device.need_of` has these.  A member that shares the state has
-    half of it, since with more members less comes and goes.  Where the whole state does not fit a device anyway, its step is not tried.
-    """
-    batch, builder, loss = _longest(job), builder_of(job), loss_of(job)
-    model = build_model(job, builder)
-    job = in_its_stage(job, model)
-    need, device = need_of(job, tensors_of(model, rule_of(job))), torch.device("cpu")
-
-    def found(policy: Policy, shards: int) -> int:
-        tried = job.replace(recompute=policy)
-        return max(0, peak_bytes(partial(build_model, tried, builder), tried, loss, batch, device, shards) - need.summed(shards))
-
-    degrees = (1,) if most_shards(job) == 1 else (2,) if 0 < memory_of(job, device) < need.held(1) else (1, 2)
-    tried = {policy: [found(policy, shards) for shards in degrees] for policy in policies}
-    return {policy: Transient(sizes[0], sizes[-1]) for policy, sizes in tried.items()}
 
 
 def _longest(job: Job) -> Batch:
@@ -268,11 +241,6 @@ def by_stage(job: Job, tensors: Sequence[Tensor], most: int) -> list[tuple[int, 
     counts = sorted({*(2**power for power in range(most.bit_length())), most})
     needs = {zero: need_of(job, tensors, zero) for zero in STAGES}
     return [(shards, [need.of_a_member(shards if zero else 1) for zero, need in needs.items()]) for shards in counts]
-
-
-def _on_device(job: Job, found: dict[str, int]) -> int:
-    elsewhere = off_device(job)
-    return sum(size for name, size in found.items() if not elsewhere or not name.endswith(elsewhere))
 
 
 def gigabytes(size: float) -> str:

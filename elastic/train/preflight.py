@@ -136,7 +136,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     notes += _attention(job, model, session.loader.dataset)
     if local:
         return Checked(build, [*notes, *_unused(job)], sources)
-    notes += [*filter(None, [unnamed_policy(tried, tensors)]), *demands.copying(job, state_bytes), *demands.hosting(job, tensors)]
+    notes += [*filter(None, [unnamed_policy(tried)]), *demands.copying(job, state_bytes), *demands.hosting(job, tensors)]
     return Checked(build, [*notes, *demands.updating(job, state_bytes), *groups], sources)
 
 

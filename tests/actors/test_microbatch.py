@@ -38,9 +38,9 @@ def test_a_run_keeps_its_number_and_its_bits_on_another_cluster(tmp_path: Path) 
     sizes = []
     for number in (1, 2):
         named = job_of(tmp_path, "auto", microbatch=number, recompute="none")
-        ((tried,), tensors) = by_recompute(named, tensors_of_job(named)), tensors_of_job(named)
+        ((need,), tensors) = by_recompute(named).values(), tensors_of_job(named)
         parameters = sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == "parameter")
-        sizes.append(16 * parameters + tried.transient.alone)
+        sizes.append(16 * parameters + need.transient.alone)
 
     def stop(line: Line) -> None:
         if isinstance(line, StepLine) and line.step == STOP:

@@ -172,4 +172,4 @@ def test_auto_reckons_with_the_longest_samples(tmp_path: Path) -> None:
     assert (longest >= 0).sum(dim=1).tolist() == sorted(sizes, reverse=True)[:4]
     grouped, plain = (job.replace(data=job.data.model_copy(update={"group_by_length": each})) for each in (True, False))
     assert (estimate._longest(plain)["tokens"] >= 0).sum(dim=1).tolist() == sizes[:4] != sorted(sizes, reverse=True)[:4]
-    assert estimate.transients(grouped, ["none"])["none"].alone > estimate.transients(plain, ["none"])["none"].alone
+    assert estimate.needs(grouped, ["none"])["none"].transient.alone > estimate.needs(plain, ["none"])["none"].transient.alone

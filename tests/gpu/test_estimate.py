@@ -14,10 +14,10 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.plan.memory import USABLE, Need
+from elastic.plan.memory import NOTHING, USABLE, Need
 from elastic.train.counters import Counters
-from elastic.train.estimate import by_recompute, tensors_of_job
-from elastic.train.machine.device import fitting_shard, memory_of, need_of, transient_of
+from elastic.train.estimate import by_recompute
+from elastic.train.machine.device import fitting_shard, measured_need, memory_of
 from elastic.train.model import build_model, tensors_of
 from elastic.train.session import make_session
 from elastic.train.warmup import choose_recompute, warm_up
@@ -59,14 +59,13 @@ def measured(world: World, job: Job, folder: str) -> tuple[Need, int]:
     took = warm_up(session, tensors, world.device)
     session.close()
     assert took
-    need = need_of(job, tensors)
     joined = World.form(world.store, generation=world.generation + 1000, layout=world.layout, rank=0, device=world.device, form_s=60)
     joined.connect(60, 60)
     with member(joined, job, Version(0, 0)) as me:
         peak = max([me.step().usage.peak_bytes for _ in range(4)][2:])
     joined.abort()
     joined.close()
-    return replace(need, transient=transient_of(need, took, job.workers.max)), peak
+    return measured_need(job, tensors, took), peak
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -83,9 +82,9 @@ def test_f8_the_peak_is_within_a_tenth_of_what_was_foreseen(gpu: Ranks, tmp_path
         },
     )
     ((need, peak),) = gpu.run(Layout(1, 1), measured, job, str(tmp_path))
-    foreseen, without = need.of_a_member(1), replace(need, transient=0).of_a_member(1)
-    (tried,) = by_recompute(job.replace(recompute="none" if job.recompute == "auto" else job.recompute), tensors_of_job(job))
-    untried = need.with_transient(tried.transient).of_a_member(1)
+    foreseen, without = need.of_a_member(1), replace(need, transient=NOTHING).of_a_member(1)
+    (tried,) = by_recompute(job.replace(recompute="none" if job.recompute == "auto" else job.recompute)).values()
+    untried = replace(need, transient=tried.transient).of_a_member(1)
     words = [f"{word} {number / 1e6:.0f} MB ({number / peak - 1:+.1%})" for word, number in (("foreseen", foreseen), ("untried", untried))]
     print(f"F8 {name}: measured {peak / 1e6:.0f} MB, {', '.join(words)}; held {need.held(1) / 1e6:.0f} MB", flush=True)
     assert foreseen == pytest.approx(peak, rel=0.1)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.plan.memory import USABLE, Need, Passing, Unit, first_roomy, least_shard, passing_of
+from elastic.plan.memory import USABLE, Need, Transient, first_roomy, least_roomy, least_shard
 
 pytestmark = pytest.mark.fast
 GB = 10**9
 PARAMETERS = 8_030_261_248
-LLAMA_8B = Need(state=12 * PARAMETERS, gradients=4 * PARAMETERS, computing=2 * PARAMETERS, transient=6 * GB)
+LLAMA_8B = Need(state=12 * PARAMETERS, gradients=4 * PARAMETERS, computing=2 * PARAMETERS, transient=Transient(6 * GB, 6 * GB))
 sizes = st.integers(0, 200 * GB)
-needs = st.builds(Need, sizes, sizes, sizes, sizes, passing=st.builds(Passing, sizes, sizes))
+needs = st.builds(Need, sizes, sizes, sizes, sizes, transient=st.builds(Transient, sizes, sizes))
 
 
 @pytest.mark.parametrize(("device", "shards"), [(400, 1), (140, 2), (80, 3), (40, 6), (24, 9), (6, 0)])
@@ -27,6 +27,8 @@ def test_it_is_the_smallest_that_fits(need: Need, device: int, most: int) -> Non
     found = least_shard(need, device, most)
     fitting = [shards for shards in range(1, most + 1) if need.of_a_member(shards) <= USABLE * device]
     assert found == (fitting[0] if fitting else most if need.of_a_member(most) <= device else 0)
+    assert least_roomy(need, device, most) == (fitting[0] if fitting else 0)
+    assert (need.of_fewest(most) <= USABLE * device) is bool(fitting)
 
 
 @given(needs, st.integers(1, 63))
@@ -36,18 +38,6 @@ def test_a_member_needs_no_more_among_more_shards(need: Need, shards: int) -> No
     A single shard may need less than two, which hold an old part beside the new one.
     """
     assert shards == 1 or need.of_a_member(shards + 1) <= need.of_a_member(shards)
-
-
-def test_what_is_gathered_is_there_only_where_the_state_is_shared() -> None:
-    """A timeline by hand: 5 bytes of the rest stay, and of blocks of 1, 4, 6 and 2 bytes each the next one is there, too."""
-    blocks, rest, head = [Unit(size, 3 * size, 20 * size) for size in (1, 4, 6, 2)], Unit(5, 50, 500), 40
-    passing = passing_of(blocks, rest, head)
-    assert passing == Passing(beside=5 + (4 + 6) + (18 + 120) + 40, after=50 + 500)
-    assert passing_of([], rest, head) == Passing(5 + 40, 550) and passing_of(blocks[:1], rest, head).beside == 5 + 1 + 23 + 40
-    need = Need(state=0, gradients=0, computing=0, transient=1000, passing=passing)
-    assert [need.of_a_member(shards) for shards in (1, 2, 8)] == [1000, 1193, 1193]
-    few = Need(state=0, gradients=0, computing=0, transient=100, passing=passing)
-    assert [few.of_a_member(shards) for shards in (1, 2)] == [100, 550], "activations are gone when the rest is summed"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from elastic.engine.world import World
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.train.counters import Counters
-from elastic.train.estimate import foreseen, tensors_of_job, transients
+from elastic.train.estimate import needs, tensors_of_job
 from elastic.train.session import make_session
 from elastic.train.warmup import warm_up
 from tests.support.peaks import Live, measured
@@ -79,12 +79,10 @@ def job_of(folder: Path, **changes: Any) -> Job:
 def test_f8_the_peak_is_foreseen_before_anything_runs(tmp_path: Path, name: str) -> None:
     """F8: within 5 %, which fp8 needs.  The control: without what comes and goes in a step it is more than a tenth less."""
     job = job_of(tmp_path, **CASES[name])
-    tensors = tensors_of_job(job)
-    (found,) = transients(job, [job.recompute]).values()
+    (need,) = needs(job, [job.recompute]).values()
     with closing(World.alone(torch.device("cpu"))) as world:
         peak = measured(world, job)
-    need = foreseen(job, tensors)
-    said = need.with_transient(found).of_a_member(1)
+    said = need.of_a_member(1)
     print(f"F8 {name}: measured {peak / 1e6:.2f} MB, foreseen {said / 1e6:.2f} ({said / peak - 1:+.1%}), held {need.held(1) / 1e6:.2f}")
     assert said == pytest.approx(peak, rel=0.05)
     assert need.held(1) < 0.9 * peak
@@ -98,9 +96,8 @@ def test_f8_the_peak_is_foreseen_before_anything_runs(tmp_path: Path, name: str)
 def test_f8_so_is_that_of_a_member_that_shares_the_state(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
     """The control is the same."""
     job = job_of(tmp_path, **{**changes, "recompute": "block", "workers": {"max": 2}, "global_batch": 12})
-    need = foreseen(job, tensors_of_job(job))
-    (found,) = transients(job, ["block"]).values()
-    said = need.held(2) + found.shared
+    (need,) = needs(job, ["block"]).values()
+    said = need.held(2) + need.transient.shared
     peaks = ranks.run(Layout(1, 2), measured, job)
     print(f"F8 of two: measured {[peak / 1e6 for peak in peaks]} MB, foreseen {said / 1e6:.2f}")
     assert said == pytest.approx(max(peaks), rel=0.05)

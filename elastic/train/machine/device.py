@@ -15,7 +15,7 @@ from elastic.engine.precision import PRECISIONS
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, slots_a_worker
-from elastic.plan.memory import COPIED, NOTHING, USABLE, Need, Passing, Unit, least_shard, passing_of
+from elastic.plan.memory import COPIED, USABLE, Need, Transient, least_roomy, least_shard
 from elastic.state.node_memory import whole_disk, whole_memory
 from elastic.state.streaming import GROUPS, group_bytes
 from elastic.train.model import bytes_of
@@ -63,51 +63,24 @@ def need_of(job: Job, tensors: Sequence[Tensor], zero: int | None = None) -> Nee
     )
 
 
-def gathers_of(job: Job, tensors: Sequence[Tensor]) -> Passing:
-    """Returns what comes and goes if members share the state, beside activations, as long as nobody knows it from a step.
-
-    It is nothing unless weights are gathered block by block.  Members that add in order (``reproducible``) hold the gradients of a unit
-    once as they send them, and once as they get them.
-    """
-    if job.offloads or job.zero in (0, 1, 2):
-        return NOTHING
-    policy, buffers = PRECISIONS[job.precision], 2 if job.reproducible else 1
-    with_moments = {tensor.name for tensor in tensors if tensor.kind.startswith("moment.")}
-    units, head = {"": Unit(0, 0, 0)}, 0
-    for tensor in tensors:
-        if tensor.kind != "parameter":
-            continue
-        block, count = _block_of(tensor.name), math.prod(tensor.shape)
-        whole = nbytes(tensor, tensor.whole()) if policy.compute is None else policy.compute.itemsize * count
-        grads = whole if tensor.name in with_moments or not with_moments else 0
-        weights = count if block and policy.fp8 is not None else whole
-        sent = buffers * max(policy.reduce.itemsize * count, whole) if grads else 0
-        unit = units.get(block, Unit(0, 0, 0))
-        units[block] = Unit(unit.weights + weights, unit.grads + grads, unit.sent + sent)
-        head = head if block else max(head, grads)
-    rest = units.pop("")
-    return passing_of([*units.values()], rest, head)
-
-
-def _block_of(name: str) -> str:
-    """Returns what the name of a parameter tells of its block: all before the first number, and that number; "" if it is in none."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found[0] if found else ""
-
-
 def _visiting(sizes: Mapping[str, int], whole: int) -> int:
-    """Returns how many of ``whole`` bytes are on the device at once: what is in no block, and the two largest blocks."""
+    """Returns how many of ``whole`` bytes are on the device at once: what is in no block, and the two largest blocks.
+
+    The name of a block is all before the first number in the names of its parameters, and that number.
+    """
     blocks = Counter[str]()
     for name, size in sizes.items():
-        if block := _block_of(name):
-            blocks[block] += size
+        if block := re.match(r".*?\.\d+\.", name):
+            blocks[block[0]] += size
     away = sum(size for _, size in blocks.most_common()[2:])
     return whole - whole * away // max(sum(sizes.values()), 1)
 
 
-def transient_of(need: Need, took: int, shards: int) -> int:
-    """Returns the bytes that come and go in a step, if a member took ``took`` bytes when it warmed up in a world of ``shards`` shards."""
-    return max(0, took - need.held(shards))
+def measured_need(job: Job, tensors: Sequence[Tensor], took: int) -> Need:
+    """Returns what training needs, if a member took ``took`` bytes when it warmed up in a world of ``workers.max`` shards."""
+    need = need_of(job, tensors)
+    size = max(0, took - need.held(job.workers.max))
+    return replace(need, transient=Transient(size, size))
 
 
 def most_shards(job: Job) -> int:
@@ -148,16 +121,14 @@ def fitting_whole(job: Job, tensors: Sequence[Tensor], device: torch.device, too
     They are gathered once a step then (stage 2 of ZeRO), not block by block for each microbatch (stage 3).  It is 0 if there is no such
     degree, if memory is not limited, and if the job chooses its stage or its degree.  ``took`` is as for :func:`fitting_shard`.
     """
-    return least_whole(job, tensors, memory_of(job, device), transient_of(need_of(job, tensors), took, job.workers.max))
+    return least_whole(job, tensors, memory_of(job, device), measured_need(job, tensors, took).transient)
 
 
-def least_whole(job: Job, tensors: Sequence[Tensor], memory: int, transient: int) -> int:
+def least_whole(job: Job, tensors: Sequence[Tensor], memory: int, transient: Transient) -> int:
     """Returns what :func:`fitting_whole` does, for a device with so much memory and so many bytes that come and go in a step."""
     if not memory or job.zero != "auto" or job.layout_rule().dp_shard is not None:
         return 0
-    need = replace(need_of(job, tensors, zero=2), transient=transient)
-    least = least_shard(need, memory, most_shards(job))
-    return least if least and need.of_a_member(least) <= USABLE * memory else 0
+    return least_roomy(replace(need_of(job, tensors, zero=2), transient=transient), memory, most_shards(job))
 
 
 def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, took: int = 0) -> int:
@@ -165,20 +136,19 @@ def fitting_shard(job: Job, tensors: Sequence[Tensor], device: torch.device, too
 
     Raises :class:`JobError` if no degree that the job allows is large enough.
     """
-    memory, rule = memory_of(job, device), job.layout_rule()
+    memory = memory_of(job, device)
     if not memory:
         return 1
-    most = most_shards(job)
-    need = need_of(job, tensors)
-    need = replace(need, transient=transient_of(need, took, job.workers.max))
-    if rule.dp_shard is not None and need.of_a_member(most) <= memory:
+    most, need = most_shards(job), measured_need(job, tensors, took)
+    if job.layout_rule().dp_shard is not None and need.of_a_member(most) <= memory:
         return 1  # the job has chosen
     if least := least_shard(need, memory, most):
         return least
-    comes = f", {amount(need.transient)} of it for a while in each step" if need.transient else ""
+    transient = need.transient.shared
+    comes = f", {amount(transient)} of it for a while in each step" if transient else ""
     less = ", lower microbatch" + (", or set recompute to 'block'" if job.recompute != "block" else "")
     raise JobError(
         f"workers.max = {job.workers.max}: even if {most} of them share the state ({amount(need.state)}), each needs "
         f"{amount(need.of_a_member(most))} of device memory{comes}, and {amount(USABLE * memory)} can be used here; raise "
-        f"workers.max or parallel.dp_shard{less if need.transient else ''}"
+        f"workers.max or parallel.dp_shard{less if transient else ''}"
     )

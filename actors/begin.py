@@ -118,10 +118,10 @@ def finished(job: Job, held_out: str | None = None) -> tuple[str, int] | None:
     A coordinator that begins ends such a run as well; ``held_out`` are the samples of its validation.  Whether a sink has all of its rows
     is known to no command.  Raises as :meth:`Run.look`.
     """
-    run = Run.look(job, branch=Run.has_saved_nothing(job))
+    run = Run.look(job, branch=Run.find(job).unsaved)
     newest, end = run.newest(), run.end()
     last, why = (end.step or job.steps, end.why) if isinstance(end, Finished) else (job.steps, "")
-    found = impatient(run, run.standing(0, 0.0).history.lineage, held_out) if held_out is not None else None
+    found = impatient(run, run.lineage, held_out) if held_out is not None else None
     if found is not None and found[1] < last:
         last, why = found[1], out_of_patience(job.validation.patience, job.validation.min_delta, *found)
     if newest is None or newest.step < last or job.metrics.sinks or owed.debts(run):

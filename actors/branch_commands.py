@@ -24,8 +24,8 @@ from elastic.job import Job
 from elastic.objects import OBJECT
 from elastic.report.divergence import diverged_at
 from elastic.runs import branches, resume
+from elastic.runs.branches import Branch, Origin
 from elastic.runs.descent import Descent, family, runs_of, tree
-from elastic.runs.forks import Origin
 from elastic.runs.metrics import with_origin
 from elastic.runs.run import Run
 from storage.errors import Exists
@@ -49,8 +49,8 @@ def rollback(known: Namespace) -> int:
     optim = run.job.optim.model_copy(update={"lr": run.job.optim.lr * known.lr_scale})
     job = run.job.replace(optim=optim)
     with suppress(JobError):  # free settings that do not go with the others are refused when somebody trains
-        if there := branches.newest(run.store, run.job.name):
-            job = job.with_free_of(Job.from_json(json.dumps(there.job))).replace(bucket=run.job.bucket)
+        if there := run.branches.job():
+            job = job.with_free_of(Job.from_json(json.dumps(there))).replace(bucket=run.job.bucket)
     with suppress(JobError):
         job = job.with_free_of(asked).replace(bucket=run.job.bucket)
     changed = Run.look(job, branch=True)
@@ -75,7 +75,7 @@ def _goes_on(known: Namespace, run: Run) -> str:
     """
     branch = run.job
     if objects := [each for each in branch.code() if each.startswith(f"{OBJECT}:")]:
-        changed = {name: now for each in branches.every(run.store, branch.name) for name, (_, now) in each["changed"].items()}
+        changed = {name: now for each in run.branches.every() for name, (_, now) in each.changed.items()}
         same = ", ".join(f"{name} = {shown(name, value)}" for name, value in changed.items()) or "the same settings"
         return f"launch(Job(...)) with {same} goes on with it, in the script or notebook that has its objects ({', '.join(objects)})"
     file = str(known.job)
@@ -171,12 +171,10 @@ def described(each: Descent, now: float) -> str:
     return ", ".join(told)
 
 
-def _branch(one: dict[str, object]) -> str:
-    changed = one["changed"]
-    assert isinstance(changed, dict)
-    what = ", ".join(f"{key} = {shown(key, before)} → {shown(key, after)}" for key, (before, after) in changed.items())
-    left = branches.left(one)
-    return f"branch {one['number']} from step {one['step']}: {what or 'the same settings'}{f', abandons {left}' if left else ''}"
+def _branch(one: Branch) -> str:
+    what = ", ".join(f"{key} = {shown(key, before)} → {shown(key, after)}" for key, (before, after) in one.changed.items())
+    left = f", abandons {one.left}" if one.left else ""
+    return f"branch {one.number} from step {one.step}: {what or 'the same settings'}{left}"
 
 
 def _age(seconds: float) -> str:

@@ -16,7 +16,8 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol.spikes import Held
 from elastic.report.words import counted
-from elastic.runs import branches, forks, retention
+from elastic.runs import forks, retention
+from elastic.runs.notes import abandoned
 from elastic.runs.quarantine import held_in
 from elastic.runs.resume import BEST, checkpoint
 from elastic.runs.run import Run
@@ -222,9 +223,9 @@ def gc(job: Job, dry: bool, force: bool) -> int:
 
 def _tell_of_others(run: Run, there: retention.Look, last: int) -> None:
     """Says which checkpoints are neither kept by a rule nor deleted now, and what becomes of them."""
-    found, every = there.verdict, branches.every(run.store, run.job.name)
+    found, every = there.verdict, run.branches.every()
     others = [each for each in there.listed if each.version not in {*found.kept, *found.marked, *found.due}]
-    left = [each.version for each in others if branches.abandoned(every, each.version)]
+    left = [each.version for each in others if abandoned(every, each.version)]
     needed = retention.needed(run).keys() & {*left}
     gone = [version.step for version in left if version not in needed]
     if gone:

@@ -47,8 +47,9 @@ from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Ending, Line, Sentence
 from elastic.report.timeline import ENDED
-from elastic.runs import branches, data, restarts
+from elastic.runs import data, restarts
 from elastic.runs.branches import flat, in_words
+from elastic.runs.forks import write_anew
 from elastic.runs.resume import LATEST, Start, start_of
 from elastic.runs.run import Run
 from elastic.train.bucket import check_bucket
@@ -144,7 +145,7 @@ def launch(
         if not local:
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             check_place("bucket", job.bucket)
-        _tell(show, branches.write_anew(job := _settled(job)))
+        _tell(show, write_anew(job := _settled(job)))
         job = (start := start_of(job, resume)).job
         if asked := branch or start.at is not None:
             Run.begun(job)
@@ -156,7 +157,7 @@ def launch(
             return _result(job, "Finished", *done)
         objects = [] if local else pack(job)
         checked = _checked(job, address, show, local=local, branch=asked, accept_code=accept_code, start=start)
-        branch = asked or Run.has_saved_nothing(job)
+        branch = asked or Run.find(job).unsaved
         _tell(show, *checked.notes)
         if local:
             from elastic.train.local import run_local

@@ -23,7 +23,6 @@ from elastic.config.values import same_place
 from elastic.errors import ClusterGone, CoordinatorGone, JobError, PlatformGaveUp, Refused
 from elastic.job import Job
 from elastic.report.story import Sentence
-from elastic.runs import branches
 from elastic.runs.run import LOCAL, Run
 
 ANSWER_S = 15.0
@@ -130,11 +129,11 @@ def run_of(job: Job) -> Run:
 
 def note_deletion(job: Job) -> None:
     """Tells the user if somebody has deleted the folder of the run, which lives."""
-    store = Run.find(job).store
-    if branches.newest(store, job.name) is None:
+    run = Run.find(job)
+    if run.there is None:
         where = ray.get_runtime_context().gcs_address
         note = (
-            f"note: somebody has deleted {store.full_name(job.name)}, or its job.json, but {job.name} lives on the cluster at {where}; "
+            f"note: somebody has deleted {run.store.full_name(job.name)}, or its job.json, but {job.name} lives on the cluster at {where}; "
             f"what was deleted is lost, and its next save begins the folder anew: `elastic stop` stops it after a save, from which "
             f"`elastic train` goes on, and `elastic clean --force` ends it without one"
         )

@@ -56,8 +56,7 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
     """Returns what the bucket holds of the run; ``keep`` has the rules that keep checkpoints."""
     job, owner, end = run.job, run.owner(), run.end()
     found = retention.look(run, keep, now=now)
-    every = branches.every(run.store, job.name)
-    settings = branches.flat(branches.stored(run.store, job.name) or {})
+    settings = branches.flat(run.branches.job())
     return Facts(
         name=job.name,
         steps=job.steps,
@@ -67,7 +66,7 @@ def facts_of(run: Run, keep: Keep, now: float) -> Facts:
         timeline=Timeline().read(journal.objects(run.store, job.name)),
         checkpoints=_checkpoints(found),
         owed=owed.sentence(found.debts),
-        branches=[_branch(each) for each in every],
+        branches=[_branch(each) for each in run.branches.every()],
         end="" if end is None else type(end).__name__,
         local=owner is not None and owner["address"] == LOCAL,
         quarantine=_quarantine(run, found.newest),
@@ -92,10 +91,10 @@ def _checkpoints(found: retention.Look) -> list[Checkpoint]:
     return told
 
 
-def _branch(about: dict[str, Any]) -> Branch:
-    shown = {name: pair for name, pair in about["changed"].items() if not is_secret(name, pair)}
+def _branch(one: branches.Branch) -> Branch:
+    shown = {name: pair for name, pair in one.changed.items() if not is_secret(name, pair)}
     changed = {name: (_text(before), _text(after)) for name, (before, after) in shown.items()}
-    return Branch(int(about["number"]), int(about["step"]), float(about["at"]), changed)
+    return Branch(one.number, one.step, one.at, changed)
 
 
 def _text(value: Any) -> str:

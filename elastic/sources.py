@@ -5,8 +5,8 @@ these import, also inside of functions, outside of installed packages, the stand
 imports, never by importing, so the answer depends on the files alone and not on what a process has loaded before.  A package with code that
 imports by computed names counts with all its files.  A file is named by its module, so the same code has the same names in every folder.
 
-A file has two digests: of its bytes, and of its syntax tree, which comments and formatting do not change.
-The second one is compared only within one version of Python, because each version has trees of its own.
+A file has two digests: of its bytes, and of its syntax tree, which comments and formatting do not change.  The second one is compared
+only within one version of Python, because each version has trees of its own.  :mod:`elastic.runs.code` notes them in the run's folder.
 """
 
 from __future__ import annotations
@@ -69,9 +69,6 @@ def _may_be_held_out(name: str, raw: str, tree: str) -> bool:
     told.  That holds for an object, too, whose two digests are one.
     """
     return raw == tree or _users(name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")) is not None
-
-
-# ---- the files
 
 
 def sources_of(paths: Sequence[str]) -> Sources:

@@ -15,7 +15,7 @@ from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.runs import branches
-from elastic.runs.branches import Before
+from elastic.runs.branches import Branches
 from elastic.runs.run import Run
 from storage.objects import ObjectStore
 
@@ -216,8 +216,8 @@ def what_happens(folder: Path, setting: str) -> Change:
         assert re.search(rf"another value of .*{re.escape(setting)}", str(error)), "it is named"
         return Change.REFUSED
     store = ObjectStore.open(str(folder))
-    branches.begin(store, changed, Before(begun), Version(0, 0), 0.0)
-    (differs,) = (each["changed"] for each in branches.every(store, "run"))
+    branches.begin(run := Branches(store, "run"), changed, begun, Version(0, 0), 0.0)
+    (differs,) = (each.changed for each in run.every())
     setting = setting.partition("[")[0]  # a list changes as a whole
     assert differs and all(name == setting or name.startswith(f"{setting}.") for name in differs)
     return Change.BRANCH
@@ -241,8 +241,8 @@ def test_l4_the_name_says_which_run_it_is_and_the_bucket_where(tmp_path: Path) -
     """L4: with another name it is another run (refused), and a bucket may be moved (free)."""
     Run.open(job_of(tmp_path / "here", BASE))
     (tmp_path / "here").rename(tmp_path / "there")
-    assert branches.stored(Run.look(job_of(tmp_path / "there", BASE)).store, "run") is not None
-    assert branches.stored(ObjectStore.open(str(tmp_path / "there")), "other") is None
+    assert Run.look(job_of(tmp_path / "there", BASE)).there is not None
+    assert Branches(ObjectStore.open(str(tmp_path / "there")), "other").last() is None
     assert [branches.change_of(name) for name in ("name", "bucket")] == [Change.REFUSED, Change.FREE]
 
 

@@ -13,7 +13,7 @@ from actors.launch import launch
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.runs import asked
-from elastic.runs import code as notes
+from elastic.runs.code import noted
 from elastic.runs.metrics import rows_of
 from elastic.runs.resume import best_of
 from elastic.runs.run import Run
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def older(job: Job, number: int = 1) -> None:
     """Writes a document about the code as older releases did, with the files of the held-out data among the others."""
     run = Run.find(job)
-    document = notes.every(run.store, job.name)[number - 1]
+    document = noted(run.store, job.name)[number - 1].to_json()
     assert "mine/held_out.py" not in document["files"]
     files = {name: list(digests) for name, digests in sources_of(job.code()).files.items()}
     assert "mine/held_out.py" in files
@@ -113,7 +113,7 @@ def test_l10_the_code_of_held_out_data_is_free(folder: Path, tmp_path: Path, rel
     assert launch(fork, local=True, resume="run@3").state == "Finished"
     assert not [text for text in trained(job) if text.startswith("code ")]
     assert exported_hash(job) == exported_hash(fork) == exported_hash(whole)
-    assert len(notes.every(Run.find(job).store, "run")) == 1
+    assert len(noted(Run.find(job).store, "run")) == 1
 
 
 def test_l10_of_what_an_older_release_noted_a_file_that_is_gone_is_still_told(folder: Path, tmp_path: Path) -> None:

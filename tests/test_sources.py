@@ -18,7 +18,7 @@ from elastic.errors import JobError, ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.runs import code as notes
+from elastic.runs.code import at, begin, listed, noted
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
 from elastic.sources import Sources, sources_of
@@ -252,7 +252,7 @@ def test_l10_a_file_that_is_gone_or_cannot_be_parsed(code: Path) -> None:
     edit(code / "mine/samples.py", "pass", "import helpers")
     (code / "helpers.py").write_text("def (")
     assert sources_of(NAMED).differ(before) == ["helpers.py (changed)"]
-    assert notes.listed([f"{n}.py (new)" for n in range(8)]).endswith("5.py (new) and 2 more")
+    assert listed([f"{n}.py (new)" for n in range(8)]).endswith("5.py (new) and 2 more")
 
 
 # ---- a run
@@ -271,10 +271,10 @@ def test_l10_changed_code_is_refused_by_name_and_accepted_by_a_word(code: Path, 
     )
     with pytest.raises(JobError, match=refused):
         trained(job)
-    assert [each["changed"] for each in notes.every(store, "run")] == [[]], "a refusal writes nothing"
+    assert [each.changed for each in noted(store, "run")] == [[]], "a refusal writes nothing"
     said = trained(job, accept_code=True)
     assert "code 2 of run goes on from step 3: mine/layers.py (changed)" in said
-    assert [(each["number"], each["step"], each["changed"]) for each in notes.every(store, "run")] == [
+    assert [(each.number, each.step, each.changed) for each in noted(store, "run")] == [
         (1, 0, []),
         (2, 3, ["mine/layers.py (changed)"]),
     ]
@@ -358,7 +358,7 @@ def test_l10_what_goes_on_from_a_step_has_the_code_that_made_it(code: Path, of_t
     with pytest.raises(JobError, match=r"has changed since step 3: mine/layers\.py \(changed\)"):
         launch(job, local=True, resume="run@3")
     store = ObjectStore.open(job.bucket)
-    assert not store.list("fork/") and not store.list("run/branches/") and len(notes.every(store, "run")) == 2
+    assert not store.list("fork/") and not store.list("run/branches/") and len(noted(store, "run")) == 2
     assert launch(job.replace(name="newest"), local=True, resume="run@6").state == "Finished"
     edit(code / "mine/layers.py", GELU, RELU)
     assert launch(job, local=True, resume="run@3").state == "Finished"
@@ -388,10 +388,9 @@ def test_l10_after_a_rollback_the_run_has_the_code_of_the_version_it_goes_on_fro
 def test_l10_what_was_abandoned_has_the_code_that_made_it() -> None:
     """L10: code that was noted after a rewind to step 2 did not make step 4 of an older generation, which is later than its beginning."""
     store, relu, gelu = ObjectStore.open("memory://sources-at"), Sources({"a.py": ("1", "1")}), Sources({"a.py": ("2", "2")})
-    run = Run(Job(name="run", bucket="memory://sources-at"), store)
-    notes.begin(store, "run", relu, Version(0, 0), 0.0)
-    notes.begin(store, "run", gelu, Version(2, 1), 0.0, until=3)
-    assert [notes.of(run, Version(4, generation)) for generation in (1, 2, 3, 4)] == [relu, relu, relu, gelu]
+    begin(store, "run", relu, Version(0, 0), 0.0)
+    begin(store, "run", gelu, Version(2, 1), 0.0, until=3)
+    assert [at(store, "run", Version(4, generation)) for generation in (1, 2, 3, 4)] == [relu, relu, relu, gelu]
 
 
 def test_l10_no_command_is_locked_out_by_changed_code(code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,12 +429,12 @@ class Before:
 def test_l10_two_commands_that_begin_at_once_begin_with_the_same_code(tmp_path: Path) -> None:
     """L10: one of two drivers follows the other; with other code it is refused, and what was noted stays."""
     store, same, version = ObjectStore.open(str(tmp_path)), Sources({"a.py": ("1", "1")}), Version(0, 0)
-    assert notes.begin(store, "run", same, version, 0.0) == ""
+    assert begin(store, "run", same, version, 0.0) == ""
     late: Any = Before(store, 2)
-    assert notes.begin(late, "run", same, version, 1.0) == "" and late.looks < 0
+    assert begin(late, "run", same, version, 1.0) == "" and late.looks < 0
     with pytest.raises(Exists):
-        notes.begin(cast(Any, Before(store, 2)), "run", Sources({"a.py": ("2", "2")}), version, 1.0)
-    assert [each["files"] for each in notes.every(store, "run")] == [{"a.py": ["1", "1"]}]
+        begin(cast(Any, Before(store, 2)), "run", Sources({"a.py": ("2", "2")}), version, 1.0)
+    assert [each.sources for each in noted(store, "run")] == [same]
 
 
 def test_l10_a_changed_shape_is_one_sentence(code: Path, tmp_path: Path) -> None:

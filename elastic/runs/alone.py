@@ -11,20 +11,44 @@ import platform
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from elastic.control.run import Ended, Failed, Finished, Stopped
+from elastic.control.run import TERMINAL, Ended, Failed, Stopped
 from elastic.errors import JobError
-from storage.errors import Damaged, Missing, StorageError
+from elastic.runs.notes import Note, Notes
+from storage.errors import StorageError
 from storage.journal import owner_of
-from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
 ADDRESS = "local"
 """Address that the owner of a run has if one process trains it by itself."""
-FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Note):
+    """The note of how a process ended, at the wall-clock time ``at``.  The other entries are those of its ``state``."""
+
+    state: str
+    at: float
+    step: int = 0
+    why: str = ""
+    reason: str = ""
+    job_error: str = ""
+
+    @property
+    def how(self) -> Ended:
+        kind = next((each for each in TERMINAL if each.__name__ == self.state), Stopped)
+        return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": self.format, "state": self.state, "at": self.at, **vars(self.how)}
+
+
+def ends(store: ObjectStore, name: str) -> Notes[End]:
+    """Returns the ends of the processes that trained the run of that name, by their claims."""
+    return Notes(store, name, "ends", End)
 
 
 def claim(trains: bool) -> dict[str, Any]:
@@ -57,7 +81,7 @@ def unseen(store: ObjectStore, name: str, incarnation: int, recorded: int) -> bo
     Only claims before ``incarnation`` count.  ``recorded`` is the incarnation that recorded last, 0 if there is none: it has skipped the
     generations of the claims before it, which need not be read.  The others are read newest first, without those that have an end.
     """
-    ended_ones = {*_documents(store, name).numbers()}
+    ended_ones = {*ends(store, name).numbers()}
     without = [number for number in range(incarnation - 1, recorded, -1) if number not in ended_ones]
     found = ((number, owner_of(store, name, number)) for number in without)
     return any(owner is None or elsewhere(store, name, number, owner) for number, owner in found)
@@ -98,10 +122,9 @@ def end(store: ObjectStore, name: str, incarnation: int, how: Ended) -> None:
 
     It does not raise if that fails: then the process counts as one that died.
     """
-    about = {"format": FORMAT, "state": type(how).__name__, "at": round(time.time(), 3), **vars(how)}
     with suppress(StorageError, OSError):
         if is_ours(owner_of(store, name, incarnation)):
-            _documents(store, name).add(incarnation, about)
+            ends(store, name).add(incarnation, End(state=type(how).__name__, at=round(time.time(), 3), **vars(how)))
 
 
 def _failed(error: BaseException) -> Ended:
@@ -112,18 +135,8 @@ def _failed(error: BaseException) -> Ended:
 
 def ended(store: ObjectStore, name: str, incarnation: int) -> Ended | None:
     """Returns how the process that claimed the run as ``incarnation`` ended, or None if it has not said so."""
-    with suppress(Missing, Damaged):
-        about = _documents(store, name).read(incarnation)
-        if about["state"] == Finished.__name__:
-            return Finished(about.get("step", 0), about.get("why", ""))
-        return Failed(about["reason"], about["job_error"]) if about["state"] == Failed.__name__ else Stopped(about["reason"])
-    return None
-
-
-def newest_end(store: ObjectStore, name: str) -> tuple[int, Ended | None]:
-    """Returns the newest claim whose process has said how it ended, and how it did; (0, None) if none has."""
-    number = _documents(store, name).newest()
-    return number, ended(store, name, number) if number else None
+    found = ends(store, name).find(incarnation)
+    return found.how if found is not None else None
 
 
 def life_of(pid: int) -> str:
@@ -133,7 +146,3 @@ def life_of(pid: int) -> str:
     except OSError:
         return ""
     return "" if state in "ZX" else f"{pid} {fields[18]}"
-
-
-def _documents(store: ObjectStore, name: str) -> Numbered:
-    return Numbered(store, f"{name}/ends", FORMAT)

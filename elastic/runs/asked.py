@@ -14,7 +14,7 @@ last.  So a run that it began owes by the first job with which this release star
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +23,13 @@ from elastic.config.sections import Export, Part, Samples, Validation
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol.lineage import Lineage
-from elastic.runs import branches
+from elastic.runs.notes import Note, Notes
 from elastic.runs.run import Run
 from storage.errors import Damaged, Exists, Missing
-from storage.numbered import Numbered
 
 EXPORT, SAMPLES, VALIDATION = "export", "samples", "validation"
 """The kinds of what can be asked.  Each is also the section of the job that says how often it is due."""
 SECTIONS: dict[str, type[Part]] = {EXPORT: Export, SAMPLES: Samples, VALIDATION: Validation}
-FORMAT = 1
 
 Sections = Mapping[str, Mapping[str, Any]]
 """The sections of what is asked, by kind.  A section that asks for nothing is left out."""
@@ -90,48 +88,49 @@ def _like(here: Part, there: Part) -> Part:
     return there.model_copy(update={name: ours for name, ours, theirs in pairs if ours == theirs})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Note):
+    """The note of what the job asked of the checkpoints of generations after ``generation``; the owner with this ``claim`` wrote it."""
+
+    generation: int
+    claim: int
+    sections: Sections
+
+
 def of(run: Run) -> Asked:
     """Returns what the run has recorded."""
-    store, name = run.store, run.job.name
     found = list[tuple[tuple[int, int, int], Sections]]()
     with suppress(Missing, Damaged):  # the run has not begun, or the document is lost
-        found.append(((0, 0, 0), sections_of(branches.first(store, name).job)))
-    for each in branches.every(store, name):
-        found.append(((max(each.get("until", 0), each["generation"]), each.get("claim", 0), 0), sections_of(each["job"])))
-    found += [((each["generation"], each["claim"], 1), each["sections"]) for each in _documents(run).intact()]
+        found.append(((0, 0, 0), sections_of(run.branches.first.job)))
+    found += [((each.last_before, each.claim, 0), sections_of(each.job)) for each in run.branches.every()]
+    found += [((each.generation, each.claim, 1), each.sections) for each in _notes(run).intact()]
     return Asked(tuple((key[0], sections) for key, sections in sorted(found, key=lambda pair: pair[0])))
 
 
 def sections_of(job: Mapping[str, Any]) -> Sections:
     """Returns the sections of a job as it is stored."""
-    return dict(_sections_of(job))
-
-
-def _sections_of(job: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for kind in SECTIONS:
-        section = job.get(kind, {})
-        if section.get("every", 0) and (kind != VALIDATION or section.get("by", "members") == "spares"):
-            yield kind, section
+    found = {kind: job.get(kind, {}) for kind in SECTIONS}
+    by_members = found[VALIDATION].get("by", "members") != "spares"
+    return {kind: each for kind, each in found.items() if each.get("every", 0) and not (kind == VALIDATION and by_members)}
 
 
 def begin(run: Run, generation: int, claim: int) -> None:
-    """Records what the run's job asks of the checkpoints of generations after ``generation``, unless the run's documents say that already.
+    """Records what the run's job asks of the checkpoints of generations after ``generation``, unless the run's notes say that already.
 
     Of a run that nobody has recorded it for, it counts for all checkpoints since the newest branch.  Whoever has claimed the run as
     ``claim`` calls it before its first checkpoint.
     """
-    now, documents = sections_of(run.job.model_dump(mode="json")), _documents(run)
-    while not (is_known := _is_recorded(run, documents)) or of(run).of(generation + 1) != now:
+    now = sections_of(run.job.model_dump(mode="json"))
+    while True:
+        newest = (notes := _notes(run)).newest()
+        is_known = newest > 0 or run.branches.first.asked  # notes of an older release do not say all that the run asked
+        if is_known and of(run).of(generation + 1) == now:
+            return
         since = generation if is_known else of(run).since[-1][0]
         with suppress(Exists):  # of a coordinator that this one has replaced: the newer claim counts
-            documents.add(documents.newest() + 1, {"format": FORMAT, "generation": since, "claim": claim, "sections": now})
+            notes.add(newest + 1, Recorded(generation=since, claim=claim, sections=now))
             return
 
 
-def _is_recorded(run: Run, documents: Numbered) -> bool:
-    """Returns whether the documents of a run say all that it asked.  Those that an older release has written do not."""
-    return documents.newest() > 0 or bool((branches.first(run.store, run.job.name).begun or {}).get("asked"))
-
-
-def _documents(run: Run) -> Numbered:
-    return Numbered(run.store, f"{run.job.name}/asked", FORMAT)
+def _notes(run: Run) -> Notes[Recorded]:
+    return Notes(run.store, run.job.name, "asked", Recorded)

@@ -1,7 +1,7 @@
 """The branches of a run: from some step on, it has other settings.
 
-``job.json`` is the job with which a run began, branch 1.  Each later branch is a create-only object ``branches/<number>.json`` with its
-job, the version from which it goes on, and what it changed.  The newest branch is the run's job.
+``job.json`` is the job with which a run began, branch 1.  Each later branch is a note (:mod:`elastic.runs.notes`) with its job, the version
+from which it goes on, and what it changed.  The newest branch is the run's job.
 
 A branch may go on from an older checkpoint than the newest one.  Then it says which generations there were until then: what they committed
 after its step is abandoned, as it is by a fall-back.
@@ -11,108 +11,190 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from elastic.config.values import Change, change_at, shown
+from elastic.config.values import Change, change_at, checkpoint_of, shown
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import BEFORE, Job
-from elastic.plan.stretches import Stretch, Stretches, ended
-from elastic.runs import forks
+from elastic.plan.stretches import Stretch, ended
+from elastic.runs.notes import Notes, Since, abandoned, made_by
 from storage.checkpoints import Checkpoints
-from storage.errors import Damaged, Missing, Unavailable
-from storage.numbered import Numbered
+from storage.errors import Damaged, Missing
 from storage.objects import ObjectStore
 
 FORMAT = 2
 """Format of a branch from which on samples are drawn otherwise.  An older release, which would draw as before, reads only format 1."""
 
 
-class Branch(NamedTuple):
-    """A branch of a run, the newest one if nothing else is said: its job as it is stored, and what the steps before it draw."""
-
-    job: dict[str, Any]
-    earlier: Stretches = ()
-    begun: Mapping[str, Any] | None = None
-    """The document ``job.json``, if it was read for this: only the first branch is there."""
-    number: int = 1
-
-
-ABSENT = Branch({}, begun={}, number=0)
-"""Stands for the newest branch of a run that is not there."""
-
-
 @dataclass(frozen=True)
-class Before:
-    """A run as it was before a branch."""
+class Origin:
+    """A checkpoint of another run, in whose folder it is."""
 
-    job: Job
-    newest: int = 1
-    """The number of its newest branch."""
-    until: int = 0
-    """The generation up to which is abandoned what was committed after the version from which the branch goes on."""
+    run: str
+    version: Version
+
+    @classmethod
+    def of(cls, exact: str) -> Origin:
+        """Returns the checkpoint that :attr:`word` names."""
+        run, word = checkpoint_of(exact)
+        step, generation = word.split(".")
+        return cls(run, Version(int(step), int(generation)))
+
+    @property
+    def word(self) -> str:
+        """The exact name of the checkpoint, as the setting ``init`` has it."""
+        return f"{self.run}@{self.version.step}.{self.version.generation}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what the document of a fork says of its origin."""
+        return {"run": self.run, "step": self.version.step, "generation": self.version.generation}
+
+    def __str__(self) -> str:
+        return f"{self.version} of {self.run}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch(Since):
+    """A branch.  ``job.json`` has no more than its job, and what it says of a fork."""
+
+    number: int = 1
+    at: float = 0.0
+    step: int = 0
+    generation: int = 0
     claim: int = 0
-    """Its newest claim."""
-    made: tuple[Version, ...] = ()
-    """The newest versions that are known."""
+    """The newest claim on the run when the branch was begun."""
+    reached: int = 0
+    """The last step before the branch; 0 if an older release began it."""
+    changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """The settings that it has changed, each as (before, now)."""
+    word: str = ""
+    """The word that named the version from which it goes on, as "best" or "400", if one did."""
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+    """The rules by which the steps before it draw their samples."""
+    job: dict[str, Any]
+
+    def of_run(self, job: Job) -> Job:
+        """Returns the job of the branch, of the run that ``job`` names."""
+        return self.before(job.begun_as(self.job))
+
+    def before(self, job: Job) -> Job:
+        """Returns ``job`` as that of this branch, with what the steps before it draw."""
+        return job.after(tuple(map(Stretch.from_json, self.earlier)))
+
+    @property
+    def left(self) -> str:
+        """The steps that the branch has abandoned, in words, or "" if there are none or an older release began it."""
+        first, last = self.step + 1, self.reached
+        if last < first:
+            return ""
+        return f"1 step, {first}" if first == last else f"{last - first + 1} steps, {first} to {last}"
 
 
-def newest(store: ObjectStore, name: str) -> Branch | None:
-    """Returns the newest branch of the run of that name, or None if there is no such run."""
-    documents = _documents(store, name)
-    if number := documents.newest():
-        return _of(documents.read(number))
-    with suppress(Missing, Damaged):
-        return first(store, name)
-    return None
+@dataclass(frozen=True, kw_only=True)
+class First(Branch):
+    """The branch with which a run began: what ``job.json`` says."""
+
+    origin: Mapping[str, Any] | None = None
+    """The checkpoint from which a fork goes on."""
+    asked: bool = False
+    """True if the run has recorded what it asks from its beginning on (:mod:`elastic.runs.asked`)."""
 
 
-def lost(store: ObjectStore, name: str) -> bool:
-    """Returns whether a run has checkpoints or branches, but the document of its first branch is gone or damaged."""
-    try:
-        forks.begun(store, name)
-        return False
-    except (Missing, Damaged):
-        return bool(Checkpoints(store, name).steps() or _documents(store, name).numbers())
+class Branches(Notes[Branch]):
+    """The branches of the run of that name."""
+
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        fix = "put it back from a copy; or remove it, and begin the branch anew: `elastic train --branch` with its settings"
+        super().__init__(store, name, "branches", Branch, FORMAT, first=2, fix=fix)
+        self._first: First | None = None
+
+    @property
+    def first(self) -> First:
+        """The first branch, read at most once.  Raises :class:`Missing`, or :class:`Damaged`, which says what to do."""
+        if self._first is None:
+            raw = self.store.get(self._key)
+            try:
+                found = First.of(json.loads(raw))
+                _ = dict(found.job)
+            except (ValueError, TypeError, AttributeError):
+                where, is_none = self.store.full_name(self._key), f"{len(raw)} bytes that are none"
+                raise Damaged(where, "the job of a run", is_none, lost_fix(self.name)) from None
+            self._first = found
+        return self._first
+
+    @property
+    def _key(self) -> str:
+        return f"{self.name}/job.json"
+
+    def last(self) -> Branch | None:
+        """Returns the newest branch, or None if there is no such run."""
+        if number := self.newest():
+            return self.read(number)
+        with suppress(Missing, Damaged):
+            return self.first
+        return None
+
+    def job(self) -> dict[str, Any]:
+        """Returns the job of the newest branch as it is stored; no settings if there is no such run."""
+        return there.job if (there := self.last()) is not None else {}
+
+    def at(self, version: Version) -> Branch:
+        """Returns the branch of which ``version`` is.  Raises as :attr:`first` does."""
+        return made_by(self.every(), version) or self.first
+
+    def origin(self) -> Origin | None:
+        """Returns the checkpoint from which the run was forked; None for another run, or if there is none of that name."""
+        with suppress(Missing, Damaged):
+            if (found := self.first.origin) is not None:
+                return Origin(found["run"], Version(found["step"], found["generation"]))
+        return None
+
+    def checkpoints(self) -> Checkpoints:
+        """Returns the checkpoints of the run.  Those of a fork begin with the one of its origin."""
+        origin = self.origin()
+        return Checkpoints(self.store, self.name, {} if origin is None else {origin.version: origin.run})
+
+    def lost(self) -> bool:
+        """Returns whether the run has checkpoints or branches, but the document of its first branch is gone or damaged."""
+        with suppress(Missing, Damaged):
+            _ = self.first
+            return False
+        return bool(Checkpoints(self.store, self.name).steps() or self.numbers())
+
+    def check_lost(self) -> None:
+        """Raises :class:`JobError` for a run that is :meth:`lost`: any job would go on with it."""
+        if self.lost():
+            state, fix = ("damaged", lost_fix(self.name)) if self.store.exists(self._key) else ("missing", lost_fix(self.name, ""))
+            raise JobError(
+                f"{self.store.full_name(self._key)} is {state}, although the run has checkpoints, so nobody knows with which settings "
+                f"they were made; {fix}"
+            )
 
 
-def write_anew(job: Job) -> str:
-    """Writes a damaged ``job.json``, if a checkpoint of the first branch was made with ``job``.  Returns the sentence that says so, or "".
+def document(job: Job, origin: Origin | None = None, changed: Mapping[str, Any] | None = None) -> bytes:
+    """Returns the document ``job.json`` of a run that begins; a fork has ``changed`` these settings of its ``origin``.
 
-    A run for which another one keeps a checkpoint was forked from there.
+    "asked" says that it records what it asks (:mod:`elastic.runs.asked`) from its beginning on.
     """
-    name = job.name
-    try:
-        store = ObjectStore.open(job.bucket)
-    except Unavailable:  # the checks of the bucket say so, with the fix
-        return ""
-    if not lost(store, name) or not store.exists(f"{name}/job.json"):
-        return ""
-    later, listed = every(store, name), Checkpoints(store, name).versions()
-    own = (each.manifest.about for each in listed if each.manifest is not None and made_by(later, each.version) is None)
-    if job.digest not in (about.get("job") for about in own):
-        return ""
-    others = [each.removesuffix("/") for each in store.children() if each.endswith("/")] if not job.init else []
-    came = [forks.Origin(other, each.version) for other in others for each in forks.kept(store, other) if each.run == name]
-    store.put(f"{name}/job.json", forks.document(job, **({"origin": {**came[0].to_json(), "changed": {}}} if came else {})))
-    return f"{store.full_name(f'{name}/job.json')} is damaged: it is written anew, since these settings made its checkpoints"
+    about = {"format": 1, "digest": job.digest, "asked": True, "job": json.loads(job.to_json())}
+    if origin is not None:
+        about["origin"] = {**origin.to_json(), "changed": changed or {}}
+    if earlier := [each.to_json() for each in job.stretches()[:-1]]:
+        about["earlier"] = earlier
+    return json.dumps(about).encode()
 
 
-def check_lost(store: ObjectStore, name: str) -> None:
-    """Raises :class:`JobError` for a run that is :func:`lost`: any job would go on with it."""
-    if lost(store, name):
-        state, fix = ("damaged", forks.lost_fix(name)) if store.exists(f"{name}/job.json") else ("missing", forks.lost_fix(name, ""))
-        raise JobError(
-            f"{store.full_name(f'{name}/job.json')} is {state}, although the run has checkpoints, so nobody knows with which settings they "
-            f"were made; {fix}"
-        )
+def lost_fix(name: str, anew: str = ", or give `elastic train` the settings with which the run began, which writes it anew") -> str:
+    """Returns what to do about a run whose ``job.json`` is damaged, or without ``anew`` gone."""
+    return f"put the file back from a copy{anew}, or begin a run of another name with its weights: init = '{name}@latest'"
 
 
 def no_run(job: Job, of_the_file: bool = True) -> JobError:
-    """Returns the error of a command that finds no run of that name, after :func:`check_lost`.
+    """Returns the error of a command that finds no run of that name, after :meth:`Branches.check_lost`.
 
     Without ``of_the_file`` it is not the run of the job file, which cannot begin it.
     """
@@ -121,49 +203,9 @@ def no_run(job: Job, of_the_file: bool = True) -> JobError:
     return JobError(f"there is no run {job.name!r} in bucket = {job.bucket!r}{what}; {fix}")
 
 
-def stored(store: ObjectStore, name: str) -> dict[str, Any] | None:
-    """Returns the job of the newest branch as the run of that name has stored it, or None if there is no such run."""
-    found = newest(store, name)
-    return None if found is None else found.job
-
-
-def first(store: ObjectStore, name: str) -> Branch:
-    """Returns the branch with which the run began.  Raises :class:`Missing` if there is no such run."""
-    begun = forks.begun(store, name)
-    return _of(begun)._replace(begun=begun)
-
-
-def number_of(store: ObjectStore, name: str) -> int:
-    """Returns the number of the newest branch."""
-    return max(_documents(store, name).newest(), 1)
-
-
-def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
-    """Returns all branches after the first one, oldest first: number, step, generation, changed."""
-    return _documents(store, name).every()
-
-
-def at(store: ObjectStore, name: str, version: Version) -> Branch:
-    """Returns the branch of which ``version`` is."""
-    found = made_by(every(store, name), version)
-    return first(store, name) if found is None else _of(found)
-
-
-def made_by(every: Sequence[Mapping[str, Any]], version: Version) -> Mapping[str, Any] | None:
-    """Returns which of all later branches has made ``version``; None for the first branch."""
-    later = (each for each in reversed(every) if version.generation > max(each.get("until", 0), each["generation"]))
-    return next(later, None)
-
-
-def abandoned(every: Iterable[Mapping[str, Any]], version: Version) -> bool:
-    """Returns whether one of the branches has abandoned ``version``."""
-    return any(version.generation <= each.get("until", 0) and version.step > each["step"] for each in every)
-
-
-def overtook(every: Iterable[Mapping[str, Any]], noted: Mapping[str, Any]) -> bool:
-    """Returns whether one of the branches was begun after ``noted``, which says of which version and until which generation it is."""
-    every, known = list(every), noted.get("until", 0)
-    return abandoned(every, Version(noted["step"], noted["generation"])) or any(each.get("until", 0) > known for each in every)
+def overtook(later: Iterable[Branch], noted: Since) -> bool:
+    """Returns whether one of the ``later`` branches was begun after another note."""
+    return any(each.abandons(noted.version) or each.until > noted.until for each in later)
 
 
 def change_of(setting: str) -> Change:
@@ -197,41 +239,45 @@ def check(job: Job, found: Job, *, asked: bool) -> None:
         raise JobError(f"{holds}; another value would change the weights from here on; {other}, or go on with these by --branch")
 
 
-def begin(store: ObjectStore, job: Job, before: Before, version: Version, now: float, word: str = "") -> str:
-    """Writes the next branch of a run, with ``job``, which goes on from ``version``, and returns the sentence that says so.
+def begin(
+    run: Branches,
+    job: Job,
+    before: Job,
+    version: Version,
+    now: float,
+    *,
+    number: int = 2,
+    until: int = 0,
+    claim: int = 0,
+    made: Iterable[Version] = (),
+    word: str = "",
+) -> str:
+    """Writes the branch ``number`` of a run, with ``job``, which goes on from ``version``, and returns the sentence that says so.
 
-    ``word`` is the one that named ``version``, if one did, as "best" or "400".
+    The run had the job ``before`` until then.  What the generations up to ``until`` have committed after ``version`` is abandoned; ``made``
+    are the newest versions that are known, and ``claim`` is the newest claim.  ``word`` is the one that named ``version``, if one did.
 
     Raises :class:`~storage.errors.Exists` if another command has begun it.
     """
-    differs, number, others = changed(job, before.job), before.newest + 1, every(store, job.name)
-    earlier = ended(before.job.stretches(), version.step)
-    about = {
-        "format": FORMAT if len(job.after(earlier).stretches()) > 1 else 1,
-        "number": number,
-        "at": now,
-        "step": version.step,
-        "generation": version.generation,
-        "until": before.until,
-        "claim": before.claim,
-        "reached": max((each.step for each in before.made if not abandoned(others, each)), default=version.step),
-        "changed": {key: list(pair) for key, pair in differs.items()},
-        "word": word,
-        "earlier": [each.to_json() for each in earlier],
-        "job": json.loads(job.to_json()),
-    }
-    _documents(store, job.name).add(number, about)
+    differs, others, earlier = changed(job, before), run.every(), ended(before.stretches(), version.step)
+    branch = Branch(
+        format=FORMAT if len(job.after(earlier).stretches()) > 1 else 1,
+        number=number,
+        at=now,
+        step=version.step,
+        generation=version.generation,
+        until=until,
+        claim=claim,
+        reached=max((each.step for each in made if not abandoned(others, each)), default=version.step),
+        changed=differs,
+        word=word,
+        earlier=[each.to_json() for each in earlier],
+        job=json.loads(job.to_json()),
+    )
+    run.add(number, branch)
     what = in_words(differs, " before and ", " now") or "its settings stay"
-    gone = f"; it abandons {told}" if (told := left(about)) else ""
+    gone = f"; it abandons {branch.left}" if branch.left else ""
     return f"branch {number} of {job.name} goes on from step {version.step}: {what}{gone}"
-
-
-def left(branch: Mapping[str, Any]) -> str:
-    """Returns the steps that a branch has abandoned, in words, or "" if there are none or an older release began it."""
-    first, last = branch["step"] + 1, branch.get("reached", 0)
-    if last < first:
-        return ""
-    return f"1 step, {first}" if first == last else f"{last - first + 1} steps, {first} to {last}"
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -245,13 +291,3 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def in_words(differs: Mapping[str, tuple[Any, Any]], there: str = " there and ", here: str = " here") -> str:
     """Returns the words for the first few settings that differ."""
     return ", ".join(f"{key} = {shown(key, before)}{there}{shown(key, after)}{here}" for key, (before, after) in list(differs.items())[:4])
-
-
-def _of(document: Mapping[str, Any]) -> Branch:
-    earlier = tuple(Stretch.from_json(each) for each in document.get("earlier", ()))
-    return Branch(document["job"], earlier, number=document.get("number", 1))
-
-
-def _documents(store: ObjectStore, name: str) -> Numbered:
-    fix = "put it back from a copy; or remove it, and begin the branch anew: `elastic train --branch` with its settings"
-    return Numbered(store, f"{name}/branches", FORMAT, 2, fix)

@@ -1,53 +1,51 @@
-"""Notes with which code a run was made, and refuses to go on with other code unasked.
+"""Tells with which code a run was made, and refuses to go on with other code unasked (:mod:`elastic.sources` finds the files).
 
-Each set of files with which the run trained is a create-only document ``code/<number>.json`` in its folder, with the version from which it
-goes on and what had changed (:mod:`elastic.sources` finds the files).
+Each set of files with which the run trained is a note (:mod:`elastic.runs.notes`), with the version from which it goes on and what had
+changed.  If one is damaged, nobody knows with which code some steps were made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.runs import branches
+from elastic.runs.branches import overtook
+from elastic.runs.notes import Notes, Since, made_by
 from elastic.runs.run import Run
 from elastic.sources import Sources, sources_of
 from storage.errors import Exists
-from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
-FORMAT = 1
 SHOWN = 6
 """Largest number of files that a sentence names."""
 
 
-def every(store: ObjectStore, name: str) -> list[dict[str, Any]]:
-    """Returns what the run of that name has noted, oldest first: number, step, generation, until, changed, files.
+@dataclass(frozen=True, kw_only=True)
+class Code(Since):
+    """The digests of the files with which a run goes on from a version, and the files that are not as they were before."""
 
-    Without what is damaged: it is then not known with which code some steps were made.
-    """
-    return Numbered(store, f"{name}/code", FORMAT).intact()
+    changed: list[str]
+    python: str
+    held_out: bool = True
+    files: Mapping[str, tuple[str, str]]
 
-
-def of(run: Run, version: Version) -> Sources | None:
-    """Returns the code with which ``version`` was made, perhaps by the run that this one was forked from; None if nobody noted it."""
-    noted = every(run.store, run.checkpoints.holder(version))
-    return next((_read(each) for each in reversed(noted) if version.generation > max(each.get("until", 0), each["generation"])), None)
-
-
-def _of_the_next_step(run: Run, newest: Version) -> Sources | None:
-    """Returns the code with which the run goes on from ``newest``: the newest one, or after a later branch what made ``newest``."""
-    branched = branches.every(run.store, run.job.name)
-    noted = [each for each in every(run.store, run.job.name)[-1:] if not branches.overtook(branched, each)]
-    return _read(noted[0]) if noted else of(run, newest)  # also of a fork that has not trained yet
+    @property
+    def sources(self) -> Sources:
+        return Sources({file: (raw, tree) for file, (raw, tree) in self.files.items()}, self.python, self.held_out)
 
 
-def _read(document: Mapping[str, Any]) -> Sources:
-    files = {file: (raw, tree) for file, (raw, tree) in document["files"].items()}
-    return Sources(files, document["python"], document.get("held_out", True))
+def noted(store: ObjectStore, name: str) -> list[Code]:
+    """Returns what is noted of the code of the run of that name, oldest first, but for what is damaged."""
+    return Notes(store, name, "code", Code).intact()
+
+
+def at(store: ObjectStore, name: str, version: Version) -> Sources | None:
+    """Returns the sources with which the run of that name made ``version``, or None if it has noted none, or did not make it."""
+    found = made_by(noted(store, name), version)
+    return found.sources if found is not None else None
 
 
 def note(run: Run, code: Sources, now: float) -> str:
@@ -63,25 +61,42 @@ def note(run: Run, code: Sources, now: float) -> str:
 
 
 def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: float, until: int = 0, before: Sources | None = None) -> str:
-    """Writes the sources with which the run goes on from ``version``, unless they are those that are noted, and those of ``before``.
+    """Notes the sources with which the run goes on from ``version``, unless they are those that are noted, and those of ``before``.
 
-    What the generations up to ``until`` made, they made with other ones, also after ``version``.  Returns and raises as :func:`note`.
+    What the generations up to ``until`` made, they made with other ones, also after ``version``.
+
+    Returns the sentence that says what changed, or "".  Raises :class:`~storage.errors.Exists` as :func:`note` does.
     """
-    noted = [_read(each) for each in every(store, name)[-1:]]
-    changed = next((found for each in (*noted, before) if noted and each and (found := now.differ(each))), [])
-    if noted and not changed:
+    notes = Notes(store, name, "code", Code)
+    number, there = notes.newest() + 1, notes.intact()
+    then = (there[-1].sources, before) if there else ()
+    differs = next((found for each in then if each and (found := now.differ(each))), [])
+    if there and not differs:
         return ""
-    documents = Numbered(store, f"{name}/code", FORMAT)
-    number = documents.newest() + 1
-    about: dict[str, Any] = {"format": FORMAT, "number": number, "at": at, "step": version.step, "generation": version.generation}
-    about |= {"until": until, "changed": changed, "python": now.python, "held_out": now.held_out}
+    about = Code(
+        number=number,
+        at=at,
+        step=version.step,
+        generation=version.generation,
+        until=until,
+        changed=differs,
+        python=now.python,
+        held_out=now.held_out,
+        files=dict(now.files),
+    )
     try:
-        documents.add(number, {**about, "files": {file: list(digests) for file, digests in sorted(now.files.items())}})
+        notes.add(number, about)
     except Exists:  # two commands begin the run at the same time, and one of them follows the other
-        if not any(not now.differ(_read(each)) for each in every(store, name)[-1:]):
+        if not (there := notes.intact()) or now.differ(there[-1].sources):
             raise
         return ""
-    return f"code {number} of {name} goes on from step {version.step}: {listed(changed)}" if changed else ""
+    return f"code {number} of {name} goes on from step {version.step}: {listed(differs)}" if differs else ""
+
+
+def listed(differs: list[str]) -> str:
+    """Returns the files in words."""
+    more = len(differs) - SHOWN
+    return ", ".join(differs[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def check(run: Run, code: Sources, newest: Version, *, accept: bool) -> str:
@@ -110,7 +125,8 @@ def check_look(run: Run, version: Version, by: Job, job: Job, *, accept: bool) -
     ``job`` is that of the command, which may give code as objects.
     """
     if not accept:
-        _compare(run, sources_of(with_objects(by, job).trajectory_code()), of(run, version), version, looks=True)
+        now = sources_of(with_objects(by, job).trajectory_code())
+        _compare(run, now, of(run, version), version, looks=True)
 
 
 def with_objects(its: Job, job: Job) -> Job:
@@ -118,19 +134,26 @@ def with_objects(its: Job, job: Job) -> Job:
     return its.with_objects({setting: each for setting, each in job.objects().items() if each in its.code()})
 
 
-def _compare(run: Run, now: Sources, then: Sources | None, version: Version, *, looks: bool = False) -> None:
-    """Raises :class:`JobError` if the code of now differs from ``then``: a command ``looks`` at ``version``, or goes on from it."""
-    if then is None or not (differs := now.differ(then)):
+def of(run: Run, version: Version) -> Sources | None:
+    """Returns the code with which ``version`` was made, perhaps by the run that this one was forked from; None if nobody noted it."""
+    return at(run.store, run.checkpoints.holder(version), version)
+
+
+def _of_the_next_step(run: Run, newest: Version) -> Sources | None:
+    """Returns the code with which the run goes on from ``newest``: the newest one, or after a later branch what made ``newest``."""
+    there, branched = noted(run.store, run.job.name), run.branches.every()
+    if there and not overtook(branched, there[-1]):
+        return there[-1].sources
+    return of(run, newest)  # also of a fork that has not trained yet
+
+
+def _compare(run: Run, code: Sources, then: Sources | None, version: Version, *, looks: bool = False) -> None:
+    """Raises :class:`JobError` if a run would go on from ``version`` with other code than ``then``, or a command ``looks`` at it so."""
+    if then is None or not (differs := code.differ(then)):
         return
-    other = f" (read by Python {now.python} here, and {then.python} there)" if then.python != now.python else ""
+    other = f" (read by Python {code.python} here, and {then.python} there)" if then.python != code.python else ""
     fix = "undo the change, or use the code of now all the same by --accept-code"
     if not looks:
         fix = "undo the change, or go on with it by --accept-code (launch(..., accept_code=True)), or begin at step 0 under another name"
     where = f"the run {run.job.name!r} in bucket = {run.job.bucket!r}"
     raise JobError(f"the code of {where} has changed since step {version.step}: {listed(differs)}{other}; {fix}")
-
-
-def listed(differs: list[str]) -> str:
-    """Returns the files in words."""
-    more = len(differs) - SHOWN
-    return ", ".join(differs[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from elastic.config.values import without_secrets
 from elastic.errors import JobError
-from elastic.runs import forks
+from elastic.runs.branches import Branches
 from elastic.runs.run import Run
 from storage.documents import seal, unseal
 from storage.errors import Damaged, Exists, Missing
@@ -40,7 +40,8 @@ def check(run: Run, fingerprint: str, samples: int) -> bool:
         try:
             found = unseal(run.store.get(key), run.store.full_name(key), 1)
         except (Missing, Damaged):
-            if (origin := run.origin if name == run.job.name else forks.origin_of(run.store, name)) is None:
+            there = run.branches if name == run.job.name else Branches(run.store, name)
+            if (origin := there.origin()) is None:
                 return False
             name = origin.run
     here = without_secrets("data.args", run.job.data.args)

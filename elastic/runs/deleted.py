@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
-from elastic.runs import branches, forks
+from elastic.runs.branches import document
 from elastic.runs.run import Run
 from storage.errors import Deposed, Exists
 
@@ -31,12 +30,8 @@ def put_back(run: Run, incarnation: int, life: str, claim: Callable[[], object])
     if owner is not None and owner.get("life") != life:
         raise Deposed(store.full_name(f"{name}/owner/{owner['incarnation']:06d}.json"))
     with suppress(Exists):
-        if not store.exists(f"{name}/job.json") and branches.number_of(store, name) == 1:
-            origin, earlier = run.origin, [each.to_json() for each in run.job.stretches()[:-1]]
-            more: dict[str, Any] = {"earlier": earlier} if earlier else {}
-            if origin is not None:
-                more["origin"] = origin.to_json()
-            store.put_if_absent(f"{name}/job.json", forks.document(run.job, **more))
+        if not store.exists(f"{name}/job.json") and not run.branches.newest():
+            store.put_if_absent(f"{name}/job.json", document(run.job, run.origin))
             lacks.append("job.json")
     with suppress(Exists):
         if owner is None or owner["incarnation"] < incarnation:

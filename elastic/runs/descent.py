@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from elastic.config.values import checkpoint_of
 from elastic.errors import ElasticError
 from elastic.job import Job
 from elastic.report.best import Best
-from elastic.runs import branches, metrics, resume
-from elastic.runs.forks import Origin
+from elastic.runs import metrics, resume
+from elastic.runs.branches import Branch, Branches, Origin
+from elastic.runs.notes import made_by
 from elastic.runs.run import Run
 from storage.errors import StorageError
 from storage.objects import ObjectStore
@@ -25,7 +25,7 @@ class Descent:
     origin: Origin | None = None
     warm: str = ""
     """The checkpoint with whose weights it began, as ``init`` names it, or ""."""
-    branches: tuple[dict[str, Any], ...] = ()
+    branches: tuple[Branch, ...] = ()
     step: int = 0
     steps: int = 0
     best: Best | None = None
@@ -46,8 +46,8 @@ class Descent:
 
     def branch_of(self, child: Descent) -> int:
         """Returns the number of the branch that a run comes from of which this one is the parent."""
-        found = branches.made_by(self.branches, child.source.version) if child.source else None
-        return 1 if found is None else int(found["number"])
+        found = made_by(self.branches, child.source.version) if child.source else None
+        return 1 if found is None else found.number
 
 
 def runs_of(bucket: str) -> list[Descent]:
@@ -57,7 +57,7 @@ def runs_of(bucket: str) -> list[Descent]:
     return [_look(store, bucket, name) for name in names if store.exists(f"{name}/job.json")]
 
 
-def tree(found: list[Descent], roots: Collection[str] | None = None) -> Iterator[tuple[int, Descent, dict[str, Any] | None]]:
+def tree(found: list[Descent], roots: Collection[str] | None = None) -> Iterator[tuple[int, Descent, Branch | None]]:
     """Yields the runs, and their branches, from the top down: the depth, the run, and a later branch of it or None.
 
     A run comes after the branch that it comes from.  At the top are ``roots``, or else those that come from none that is there.
@@ -77,9 +77,9 @@ def family(found: list[Descent], name: str) -> list[Descent]:
     return [each for _, each, branch in tree(found, known[-1:]) if branch is None]
 
 
-def _below(run: Descent, found: list[Descent], depth: int) -> Iterator[tuple[int, Descent, dict[str, Any] | None]]:
+def _below(run: Descent, found: list[Descent], depth: int) -> Iterator[tuple[int, Descent, Branch | None]]:
     children = [each for each in found if each.parent == run.name and each is not run]
-    for number, branch in ((1, None), *((int(each["number"]), each) for each in run.branches)):
+    for number, branch in ((1, None), *((each.number, each) for each in run.branches)):
         yield depth, run, branch
         for each in children:
             if run.branch_of(each) == number:
@@ -88,11 +88,10 @@ def _below(run: Descent, found: list[Descent], depth: int) -> Iterator[tuple[int
 
 def _look(store: ObjectStore, bucket: str, name: str) -> Descent:
     try:
-        branches.check_lost(store, name)
-        job = Job(name=name, bucket=bucket)
-        run = Run.find(job)
-        every, last = branches.every(store, name), metrics.last_row(store, name)
-        times = [*(each["at"] for each in every[-1:]), *([last["time"]] if last else [])]
+        Branches(store, name).check_lost()
+        run = Run.find(Job(name=name, bucket=bucket))
+        every, last = run.branches.every(), metrics.last_row(store, name)
+        times = [*(each.at for each in every[-1:]), *([last["time"]] if last else [])]
         end, living = run.end(), run.local_process()
         state = f"trained by process {living} of this machine" if living else type(end).__name__ if end else "not finished"
         newest = run.newest()

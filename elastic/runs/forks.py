@@ -20,48 +20,18 @@ died once its run was there makes sure of its reference when it goes on.  Names 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from elastic.config.values import checkpoint_of
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.runs.branches import Branches, Origin, document
+from elastic.runs.notes import made_by
 from storage.checkpoints import Checkpoints, Listed
 from storage.documents import seal
-from storage.errors import Damaged, Exists, Missing
+from storage.errors import Damaged, Exists, Missing, Unavailable
 from storage.objects import ObjectStore
-
-
-@dataclass(frozen=True)
-class Origin:
-    """A checkpoint of another run, in whose folder it is."""
-
-    run: str
-    version: Version
-
-    @classmethod
-    def of(cls, exact: str) -> Origin:
-        """Returns the checkpoint that :attr:`word` names."""
-        run, word = checkpoint_of(exact)
-        step, generation = word.split(".")
-        return cls(run, Version(int(step), int(generation)))
-
-    @property
-    def word(self) -> str:
-        """The exact name of the checkpoint, as the setting ``init`` has it."""
-        return f"{self.run}@{self.version.step}.{self.version.generation}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns what ``job.json`` says of an origin (:func:`origin_in`)."""
-        return {"run": self.run, "step": self.version.step, "generation": self.version.generation}
-
-    def __str__(self) -> str:
-        return f"{self.version} of {self.run}"
-
 
 _NAME = r"([^/]+)-(\d+)-(\d+)[.]json"
 
@@ -82,46 +52,12 @@ class Reference(NamedTuple):
         return f"{self.run}-{self.version.step}-{self.version.generation}.json"
 
     def to_bytes(self) -> bytes:
-        return seal({"format": 1, "run": self.run, "step": self.version.step, "generation": self.version.generation})
-
-
-def begun(store: ObjectStore, name: str) -> dict[str, Any]:
-    """Returns the document ``job.json``.  Raises :class:`Missing`, or :class:`Damaged`, which says what to do."""
-    raw = store.get(f"{name}/job.json")
-    try:
-        found: dict[str, Any] = json.loads(raw)
-        _ = dict(found["job"])
-    except (ValueError, KeyError, TypeError):
-        raise Damaged(store.full_name(f"{name}/job.json"), "the job of a run", f"{len(raw)} bytes that are none", lost_fix(name)) from None
-    return found
-
-
-def lost_fix(name: str, anew: str = ", or give `elastic train` the settings with which the run began, which writes it anew") -> str:
-    """Returns what to do about a run whose ``job.json`` is damaged, or without ``anew`` gone."""
-    return f"put the file back from a copy{anew}, or begin a run of another name with its weights: init = '{name}@latest'"
-
-
-def origin_of(store: ObjectStore, name: str) -> Origin | None:
-    """Returns the checkpoint from which the run of that name was forked; None for another run, or if there is none of that name."""
-    with suppress(Missing, Damaged):
-        return origin_in(begun(store, name))
-    return None
-
-
-def origin_in(begun: Mapping[str, Any]) -> Origin | None:
-    """Returns the origin that ``job.json`` names, or None."""
-    found = begun.get("origin")
-    return None if found is None else Origin(found["run"], Version(found["step"], found["generation"]))
+        return seal({"format": 1, **Origin(self.run, self.version).to_json()})
 
 
 def checkpoints(store: ObjectStore, name: str) -> Checkpoints:
     """Returns the checkpoints of a run.  Those of a fork begin with the one of its origin."""
-    return checkpoints_of(store, name, origin_of(store, name))
-
-
-def checkpoints_of(store: ObjectStore, name: str, origin: Origin | None) -> Checkpoints:
-    """Returns the checkpoints of a run whose origin is known."""
-    return Checkpoints(store, name, {} if origin is None else {origin.version: origin.run})
+    return Branches(store, name).checkpoints()
 
 
 def references(store: ObjectStore, name: str) -> dict[Version, tuple[str, ...]]:
@@ -177,9 +113,7 @@ def begin(store: ObjectStore, job: Job, origin: Origin, changed: dict[str, Any])
     Raises :class:`JobError` as :func:`refer`, and :class:`Exists` if there is such a run.
     """
     holder, key = refer(store, origin, job.name), f"{job.name}/job.json"
-    came = {**Origin(holder.run, origin.version).to_json(), "changed": changed}
-    earlier = [each.to_json() for each in job.stretches()[:-1]]
-    store.put_if_absent(key, document(job) if job.init else document(job, origin=came, earlier=earlier))
+    store.put_if_absent(key, document(job, None if job.init else holder, changed))
     try:
         _make_sure(store, holder, job.name)
     except JobError:
@@ -216,14 +150,14 @@ def unused(store: ObjectStore, name: str) -> list[Reference]:
 
 def _needs(store: ObjectStore, reference: Reference, holder: str) -> bool:
     """Returns whether there is a run that goes on from the checkpoint, or began with its weights, perhaps as those of another fork."""
+    run, origin = Branches(store, reference.run), Origin(holder, reference.version)
     try:
-        found = begun(store, reference.run)
+        word = run.first.job.get("init", "").rpartition("@")[2]
     except Missing:
         return False
     except Damaged:  # nobody knows
         return True
-    origin, word = Origin(holder, reference.version), found["job"].get("init", "").rpartition("@")[2]
-    return origin_in(found) == origin or (bool(word) and ("." not in word or origin.word.endswith(f"@{word}")))
+    return run.origin() == origin or (bool(word) and ("." not in word or origin.word.endswith(f"@{word}")))
 
 
 def collect(store: ObjectStore, name: str, reference: Reference) -> bool:
@@ -260,11 +194,28 @@ def _settle(store: ObjectStore, name: str, reference: Reference, *, needed: bool
     store.delete(f"{name}/unused/now/{reference.name}")
 
 
-def document(job: Job, **more: Any) -> bytes:
-    """Returns the document ``job.json`` of a run that begins.  "asked": it records what it asks (``asked.py``) from its beginning on."""
-    return json.dumps({"format": 1, "digest": job.digest, "asked": True, "job": json.loads(job.to_json()), **more}).encode()
-
-
 def _look(store: ObjectStore, origin: Origin) -> Listed | None:
     listed = Checkpoints(store, origin.run).at(origin.version.step)
     return next((each for each in listed if each.version == origin.version), None)
+
+
+def write_anew(job: Job) -> str:
+    """Writes a damaged ``job.json``, if a checkpoint of the first branch was made with ``job``.  Returns the sentence that says so, or "".
+
+    A run for which another one keeps a checkpoint was forked from there.
+    """
+    name, key = job.name, f"{job.name}/job.json"
+    try:
+        store = ObjectStore.open(job.bucket)
+    except Unavailable:  # the checks of the bucket say so, with the fix
+        return ""
+    if not (run := Branches(store, name)).lost() or not store.exists(key):
+        return ""
+    later, listed = run.every(), Checkpoints(store, name).versions()
+    own = (each.manifest.about for each in listed if each.manifest is not None and made_by(later, each.version) is None)
+    if job.digest not in (about.get("job") for about in own):
+        return ""
+    others = [each.removesuffix("/") for each in store.children() if each.endswith("/")] if not job.init else []
+    came = (Origin(other, each.version) for other in others for each in kept(store, other) if each.run == name)
+    store.put(key, document(job, next(came, None)))
+    return f"{store.full_name(key)} is damaged: it is written anew, since these settings made its checkpoints"

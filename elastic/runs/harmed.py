@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from sys import maxsize
 
 from elastic.runs.metrics import last_row, places
@@ -22,20 +23,15 @@ LOST = {
 def notes(run: Run) -> list[str]:
     """Returns a sentence for each of the newest documents of each kind that is damaged."""
     store, name, found = run.store, run.job.name, list[str]()
-    for folder, lost in LOST.items():
-        documents = Numbered(store, f"{name}/{folder}", maxsize)
-        try:
-            if number := documents.newest():
-                documents.read(number)
-        except Damaged as error:
-            found.append(f"{error.object} is damaged: {lost}")
-    key = f"{name}/data.json"
-    try:
-        unseal(store.get(key), store.full_name(key), maxsize)
-    except Missing:
-        pass
-    except Damaged as error:
-        found.append(f"{error.object} is damaged: it is written anew, and whether these are the samples that the run began on is not known")
-    if places(store, name) and last_row(store, name) is None:
-        found.append(f"{store.full_name(f'{name}/metrics/{max(places(store, name)).name}')} is damaged: its rows are lost")
+    newest = {folder: Numbered(store, f"{name}/{folder}", maxsize).newest() for folder in LOST}
+    keys = {f"{name}/{folder}/{number:06d}.json": LOST[folder] for folder, number in newest.items() if number}
+    keys[f"{name}/data.json"] = "it is written anew, and whether these are the samples that the run began on is not known"
+    for key, lost in keys.items():
+        with suppress(Missing):
+            try:
+                unseal(store.get(key), store.full_name(key), maxsize)
+            except Damaged as error:
+                found.append(f"{error.object} is damaged: {lost}")
+    if (there := places(store, name)) and last_row(store, name) is None:
+        found.append(f"{store.full_name(f'{name}/metrics/{max(there).name}')} is damaged: its rows are lost")
     return found

@@ -30,8 +30,9 @@ from elastic.job import Job
 from elastic.protocol.lineage import Lineage, contains, cut, tip
 from elastic.report.best import Loss
 from elastic.report.metrics import VALIDATION, Row, Rows, json_line, row_from, version_of
-from elastic.runs import branches
 from elastic.runs import validations as told
+from elastic.runs.branches import flat
+from elastic.runs.notes import abandoned
 from elastic.runs.run import Run
 from elastic.sinks.port import Sink, TrackedRun, make_sink
 from elastic.threads import keep_going
@@ -121,7 +122,7 @@ def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Versi
     store, name, job = run.store, run.job.name, jobs(run)
     found = {version: loss for version, (_, loss) in told.stored(store, name).items() if contains(lineage, version)}
     first = min((version.step for version in found), default=None)
-    begun = (branches.stored(store, name) or {}).get("validation", {}).get("every", 0) if older else 0  # a run that was found left it out
+    begun = run.branches.job().get("validation", {}).get("every", 0) if older else 0  # a run that was found left it out
     for place in places(store, name) if older else ():
         asked = job(Version(place.step, place.generation))
         every = asked.validation.every or begun
@@ -134,8 +135,8 @@ def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Versi
 
 def jobs(run: Run) -> Callable[[Version], Job]:
     """Returns the function that gives the job of a version, that of the branch of the run in which it was committed."""
-    later = [(each["generation"], run.job.begun_as(each["job"])) for each in reversed(branches.every(run.store, run.job.name))]
-    first = run.job.begun_as(branches.first(run.store, run.job.name).job) if later else run.job
+    later = [(each.generation, run.job.begun_as(each.job)) for each in reversed(run.branches.every())]
+    first = run.job.begun_as(run.branches.first.job) if later else run.job
     return lambda version: next((job for since, job in later if version.generation > since), first)
 
 
@@ -150,7 +151,7 @@ def keep_until(run: Run, version: Version) -> None:
 
     Those that only the journal has are stored before, also of the later steps: a fork may have begun there.
     """
-    lineage = run.standing(0, 0.0).history.lineage
+    lineage = run.lineage
     with suppress(Damaged):  # nobody can read these rows any more, and going back is a way out
         store_journaled(run, lineage)
     kept = cut(lineage, version)
@@ -254,7 +255,7 @@ class Sinks:
         self._say, self._each = say, list[_Handing]()
         if not run.job.metrics.sinks:
             return  # what follows reads all branches, and lists all rows
-        settings = branches.flat(run.job.model_dump(mode="json"))
+        settings = flat(run.job.model_dump(mode="json"))
         shown = {name: without_secrets(name, value) for name, value in settings.items()}
         tracked = TrackedRun(run.job.name, shown, run.store, _abandoned_by(run))
         for name, args in run.job.metrics.sinks.items():
@@ -283,8 +284,7 @@ class Sinks:
 def _abandoned_by(run: Run) -> int:
     """Returns the number of the newest branch that has abandoned steps whose rows were stored; 0 if there is none."""
     stored = [Version(place.step, place.generation) for place in places(run.store, run.job.name)]
-    every = [each for each in branches.every(run.store, run.job.name) if any(branches.abandoned([each], version) for version in stored)]
-    return max((int(each["number"]) for each in every), default=0)
+    return max((each.number for each in run.branches.every() if any(map(each.abandons, stored))), default=0)
 
 
 class _Handing:
@@ -379,9 +379,9 @@ def rows_of(run: Run) -> Iterator[Row]:
     """Yields a row for each step of the surviving lineage, with "final": 1 if the step will not be done again, else 0."""
     following = Following(run)
     following.read()
-    lineage, saved = following.rows.lineage, run.standing(0, 0.0).history.lineage
-    abandoned = branches.abandoned(branches.every(run.store, run.job.name), tip(lineage))
-    journaled = contains(lineage, tip(saved)) and not abandoned  # else the run went on without a journal since, or did not go on yet
+    lineage, saved = following.rows.lineage, run.lineage
+    left = abandoned(run.branches.every(), tip(lineage))
+    journaled = contains(lineage, tip(saved)) and not left  # else the run went on without a journal since, or did not go on yet
     yield from _known(following, lineage, following.rows.saved) if journaled else _known(following, saved, tip(saved).step)
 
 
@@ -393,7 +393,7 @@ def with_origin(run: Run) -> Iterator[Row]:
 
 def origin_rows(run: Run) -> Iterator[Row]:
     """Yields the rows of the steps that a fork has from its origin, and from the origin of that; none for another run."""
-    yield from _with_late(run.store, run.job.name, _of_origin(run, run.standing(0, 0.0).history.lineage))  # where it begins it validates
+    yield from _with_late(run.store, run.job.name, _of_origin(run, run.lineage))  # where it begins it validates
 
 
 def _of_origin(fork: Run, lineage: Lineage) -> Iterator[Row]:

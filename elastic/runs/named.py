@@ -16,7 +16,7 @@ from typing import Any
 from elastic.config.settings import merge, nearest, read_toml, section_of, source_of
 from elastic.errors import JobError
 from elastic.job import BEFORE, Job
-from elastic.runs import branches
+from elastic.runs.branches import Branches, no_run
 from storage.objects import ObjectStore
 
 PLACE = ("name", "bucket")
@@ -50,8 +50,8 @@ def job_of_run(path: Path, options: Mapping[str, Any], reads: Collection[str] = 
             raise
     checked(**merge(place, options, path.name))  # a mistake in an option is told first
     store = ObjectStore.open(named.bucket)  # what the command reads does not agree with the defaults: no run has stored more
-    branches.check_lost(store, named.name)
-    raise branches.no_run(named)
+    Branches(store, named.name).check_lost()
+    raise no_run(named)
 
 
 def _those(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -96,5 +96,5 @@ def _table(value: object) -> bool:
 
 def _stored(named: Job) -> list[dict[str, Any]]:
     """Returns the settings that the run has stored, and after them those without what may be invalid by now; no settings without a run."""
-    there = branches.stored(ObjectStore.open(named.bucket), named.name)
-    return [{}] if there is None else [BEFORE | there, named.begun_as(there).model_dump(mode="json")]
+    there = Branches(ObjectStore.open(named.bucket), named.name).job()
+    return [BEFORE | there, named.begun_as(there).model_dump(mode="json")] if there else [{}]

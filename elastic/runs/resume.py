@@ -15,7 +15,7 @@ from elastic.protocol import lineage
 from elastic.protocol.lineage import Lineage
 from elastic.report.best import Best, Loss, best, enough, mark, number_of, over_fit
 from elastic.runs import branches, forks, metrics
-from elastic.runs.forks import Origin
+from elastic.runs.branches import Branches, Origin
 from elastic.runs.run import Run
 from elastic.runs.which import is_step, left_behind, version_at
 from storage.errors import StorageError
@@ -70,7 +70,7 @@ def start_of(job: Job, resume: str | int = LATEST) -> Start:
     word = str(resume)
     if word == LATEST and not job.init:
         return Start(job)
-    there = branches.stored(ObjectStore.open(job.bucket), job.name)
+    there = Branches(ObjectStore.open(job.bucket), job.name).last()
     if word == LATEST:
         return Start(job) if there is not None else _warm(job)
     if is_step(word):
@@ -93,22 +93,22 @@ def _older(job: Job, run: Run, which: str) -> Start:
     """Returns the start at an older checkpoint of ``run``.  If its newest branch began there, with this job, and has saved a step since, it
     goes on: a supervisor starts the same line again and again.  By then ``best`` may be another one, so the word counts and not its step.
     """
-    newest, begun = run.newest(), branches.every(run.store, run.job.name)[-1:]
-    again = begun if not branches.changed(job.going_on(branches.stored(run.store, run.job.name) or {}), run.job) else []
+    newest, begun = run.newest(), run.branches.every()[-1:]
+    again = begun if not branches.changed(job.going_on(run.branches.job()), run.job) else []
 
     def went_on(there: str) -> Start:
-        said = f"branch {again[0]['number']} of {job.name} went on from {there} before: it goes on from {newest or Version(0, 0)}"
+        said = f"branch {again[0].number} of {job.name} went on from {there} before: it goes on from {newest or Version(0, 0)}"
         return Start(job, said=said + ("; to go back once more, name a step" if which == BEST else ""))
 
-    if again and which == BEST == again[0].get("word"):
-        return went_on(f"{job.name}@best, step {again[0]['step']},")
+    if again and which == BEST == again[0].word:
+        return went_on(f"{job.name}@best, step {again[0].step},")
     version = checkpoint(run, which)
     if "." in which and left_behind(run, [version]):
         raise JobError(
             f"--resume {which}: {run.job.name} has left {version} behind, so it cannot go on from there; a new run can: "
             f"--name OTHER --resume {run.job.name}@{which}"
         )
-    if again and again[0]["step"] == version.step and newest is not None and newest.step > version.step:
+    if again and again[0].step == version.step and newest is not None and newest.step > version.step:
         return went_on(f"step {version.step}")
     return Start(job, at=version, word=which)
 
@@ -128,7 +128,7 @@ def checkpoint(run: Run, which: str) -> Version:
 
 def saved(run: Run) -> list[Version]:
     """Returns all good checkpoints of the surviving lineage, oldest first."""
-    line = run.standing(0, 0.0).history.lineage
+    line = run.lineage
     return [each.version for each in run.checkpoints.versions() if each.good and lineage.contains(line, each.version)]
 
 
@@ -174,7 +174,7 @@ def impatient(run: Run, line: Lineage, held_out: str) -> tuple[int, int] | None:
 def over_fits(run: Run) -> str:
     """Returns the sentence about a run that over-fits, by what is in its bucket; "" for another one, or if the bucket does not answer."""
     try:
-        line = run.standing(0, 0.0).history.lineage
+        line = run.lineage
         found = metrics.validations(run, line)
         rows = partial(metrics.stored, run.store, run.job.name, line)
         return over_fit(found, lambda after: ((int(row["step"]), row["loss"]) for row in rows(after)), f"--resume {run.job.name}@best")
@@ -196,14 +196,14 @@ def _best(run: Run) -> Version:
 
 
 def _fork(job: Job, name: str, which: str) -> Start:
-    branches.check_lost(ObjectStore.open(job.bucket), name)  # also if it has later branches
+    Branches(ObjectStore.open(job.bucket), name).check_lost()  # also if it has later branches
     other = Run.begun(job.replace(name=name), of_the_file=False)
     version = checkpoint(other, which)
     if not version.step:
         raise JobError(f"--resume {name}@0: nothing was done by then; leave --resume out to begin at step 0")
-    branch = branches.at(other.store, name, version)
+    branch = other.branches.at(version)
     job = job.going_on(branch.job)
-    found = job.begun_as(branch.job).after(branch.earlier)
+    found = branch.of_run(job)
     try:
         branches.check(job.replace(name=name), found, asked=True)
     except JobError as error:
@@ -235,8 +235,9 @@ def _warm(job: Job) -> Start:
         raise JobError(
             f"init = {job.init!r} names the run itself; name another one, or leave it out and take --resume with a step of this run"
         )
-    theirs, store = job.replace(name=name, init=""), ObjectStore.open(job.bucket)
-    other = Run.find(theirs) if branches.lost(store, name) else Run.begun(theirs, of_the_file=False)  # weights need no settings
+    other = Run.find(job.replace(name=name, init=""))
+    if other.there is None and not other.branches.lost():  # weights need no settings
+        raise branches.no_run(other.job, of_the_file=False)
     version = checkpoint(other, which)
     if not version.step:
         raise JobError(f"init = {job.init!r}: nothing was trained by then; leave it out")
@@ -247,7 +248,7 @@ def _warm(job: Job) -> Start:
 def _check_same(job: Job, name: str, which: str) -> None:
     """Raises :class:`JobError` unless the run that is there began from the checkpoint that is named."""
     store = ObjectStore.open(job.bucket)
-    origin = forks.origin_of(store, job.name)
+    origin = Branches(store, job.name).origin()
     holders = () if origin is None else (origin.run, *(run for run in (name,) if _passed_on(store, run, origin)))
     if origin is None or name not in holders or not same_checkpoint(f"{name}@{which}", Origin(name, origin.version).word):
         how = "began at step 0" if origin is None else f"goes on from {origin}"

@@ -19,7 +19,7 @@ from elastic.plan.retention import Found, Keep, reasons, victims, young
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
 from elastic.report.best import best, comparable
-from elastic.runs import branches, forks, metrics, owed
+from elastic.runs import forks, metrics, owed
 from elastic.runs.forks import Reference
 from elastic.runs.owed import Debt
 from elastic.runs.resume import best_of
@@ -82,9 +82,9 @@ def written(listed: Iterable[Listed]) -> dict[Version, float]:
 
 def needed(run: Run) -> dict[Version, str]:
     """Returns the versions from which branches and forks go on, each with the last one that does."""
-    name, store = run.job.name, run.store
-    branched = {Version(each["step"], each["generation"]): f"branch {each['number']} of {name}" for each in branches.every(store, name)}
-    return branched | {version: f"run {others[-1]!r}" for version, others in forks.references(store, name).items()}
+    name = run.job.name
+    branched = {each.version: f"branch {each.number} of {name}" for each in run.branches.every()}
+    return branched | {version: f"run {others[-1]!r}" for version, others in forks.references(run.store, name).items()}
 
 
 @dataclass(frozen=True)

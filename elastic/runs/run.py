@@ -22,8 +22,8 @@ from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage, contains
 from elastic.runs import alone, branches, forks
-from elastic.runs.branches import Before, Branch
-from elastic.runs.forks import Origin
+from elastic.runs.branches import Branch, Branches, Origin
+from elastic.runs.notes import abandoned
 from storage import journal
 from storage.checkpoints import Checkpoints, Listed, ShardReceipt
 from storage.errors import Deposed, Exists
@@ -40,28 +40,28 @@ class Run:
     job.  ``find`` takes the run as it is there, and ``begun`` only one that is there.
     """
 
-    def __init__(self, job: Job, store: ObjectStore, there: Branch | None = None) -> None:
-        """``there`` is the newest branch as the run was looked at, if it was."""
-        self.job, self.store, self._there = job, store, there
+    def __init__(self, job: Job, store: ObjectStore) -> None:
+        self.job, self.store, self.branches = job, store, Branches(store, job.name)
+        self.there: Branch | None = None
+        """The newest branch, as the run was looked at; None if it was not, or is not there."""
         self._newest = journal.Newest(store, job.name)
         self._tails: dict[Written, list[journal.Segment]] = {}
         """The tails that other coordinators have left, as they were parsed last."""
 
     @cached_property
     def origin(self) -> Origin | None:
-        """The checkpoint from which the run was forked, or None.  The document ``job.json``, which never changes, is read at most once."""
-        begun = self._there and self._there.begun
-        return forks.origin_of(self.store, self.job.name) if begun is None else forks.origin_in(begun)
+        """The checkpoint from which the run was forked, or None."""
+        return self.branches.origin()
 
     @property
     def before(self) -> Job:
         """The job that the run had when it was looked at."""
-        return self._begun_as(self._there) if self._there and self._there.number else self.job
+        return self.there.of_run(self.job) if self.there is not None else self.job
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """The checkpoints of the run.  Those of a fork begin with the one of its origin."""
-        return forks.checkpoints_of(self.store, self.job.name, self.origin)
+        return self.branches.checkpoints()
 
     @classmethod
     def open(cls, job: Job) -> Run:
@@ -70,11 +70,12 @@ class Run:
         Whoever begins has looked before: here a missing ``job.json`` is written.
         """
         store = ObjectStore.open(job.bucket)
-        key, document = f"{job.name}/job.json", forks.document(job)
+        key, document = f"{job.name}/job.json", branches.document(job)
         try:
             store.put_if_absent(key, document)
         except Exists:
-            if branches.newest(store, job.name) is None and not branches.lost(store, job.name):
+            there = Branches(store, job.name)
+            if there.last() is None and not there.lost():
                 store.put(key, document)  # it was cut off before there was anything else
         run = cls.look(job)
         forks.make_sure(store, run.job, run.origin)
@@ -87,21 +88,35 @@ class Run:
         Raises :class:`JobError` if the folder has another trajectory's run, or one whose ``job.json`` is gone.  With ``branch`` it may
         differ in settings that can change.
         """
-        store = ObjectStore.open(job.bucket)
-        if (there := branches.newest(store, job.name)) is None or there.begun is None:
-            branches.check_lost(store, job.name)
-        if there is not None:
-            job = job.going_on(there.job).after(there.earlier)
-            found = job.begun_as(there.job)
-            if found.digest != job.digest:
-                branches.check(job, found, asked=branch)
-        return cls(job, store, there or branches.ABSENT)
+        run = cls.find(job)
+        if run.there is None or run.there.number > 1:
+            run.branches.check_lost()
+        if run.there is not None:
+            found, run.job = run.job, run.there.before(job.going_on(run.there.job))
+            if found.digest != run.job.digest:
+                branches.check(run.job, found, asked=branch)
+        return run
 
     @classmethod
-    def has_saved_nothing(cls, job: Job) -> bool:
-        """Returns whether the run has begun and has no checkpoint: it begins at step 0 in any case, so other settings lose nothing."""
-        found = cls._found(job)
-        return found is not None and found.newest() is None
+    def find(cls, job: Job) -> Run:
+        """Returns the run in order to read it, whatever ``job`` says of its trajectory."""
+        run = cls(job, ObjectStore.open(job.bucket))
+        run.there = run.branches.last()
+        run.job = run.before
+        return run
+
+    @classmethod
+    def begun(cls, job: Job, of_the_file: bool = True) -> Run:
+        """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket (:func:`branches.no_run`)."""
+        if (run := cls.find(job)).there is None:
+            run.branches.check_lost()
+            raise branches.no_run(job, of_the_file)
+        return run
+
+    @property
+    def unsaved(self) -> bool:
+        """True if the run has begun and has no checkpoint: it begins at step 0 in any case, so other settings lose nothing."""
+        return self.there is not None and self.newest() is None
 
     def branches_at(self, at: Version | None = None) -> Version | None:
         """Returns the version from which a branch with this job goes on: the newest good checkpoint, or the good one ``at``.
@@ -109,14 +124,13 @@ class Run:
         Returns None if there is nothing to change, neither settings nor the end that a loop has made at ``at``.  Raises :class:`JobError`
         if the run has gone further than the job.
         """
-        there = branches.newest(self.store, self.job.name)
-        if there is None:
+        if self.there is None:
             return None
         newest = self.newest() or Version(0, 0)
         version = newest if at is None else at
         end = self.end() if at is not None else None
         goes_past = isinstance(end, Finished) and 0 < end.step == newest.step  # the loop has ended the run there
-        if self._begun_as(there).digest == self.job.digest and version == newest and not goes_past:
+        if self.before.digest == self.job.digest and version == newest and not goes_past:
             return None
         if version.step > self.job.steps:
             raise JobError(f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} already; ask for more steps")
@@ -130,46 +144,25 @@ class Run:
         says so, "" if there is nothing to change.  Raises as :meth:`branches_at`, and :class:`Exists` if another command has begun a
         branch since the run was looked at: that one may have been claimed later than this one.
         """
-        there, version = branches.newest(self.store, self.job.name), at or self.branches_at()
-        if there is None or version is None:
+        version = at or self.branches_at()
+        if self.there is None or version is None:
             return ""
         until, claim = self.standing(incarnation, 0.0).generation, incarnation - 1 if incarnation else self.latest_claim()
-        newest, last = max(self._there.number if self._there else 1, 1), self.last_recorded()
-        made = tuple(each for each in (self.newest(), last and last.version) if each)
-        return branches.begin(self.store, self.job, Before(self._begun_as(there), newest, until, claim, made), version, now, word)
-
-    def _begun_as(self, there: Branch) -> Job:
-        return self.job.begun_as(there.job).after(there.earlier)
-
-    @classmethod
-    def find(cls, job: Job) -> Run:
-        """Returns the run in order to read it, whatever ``job`` says of its trajectory."""
-        return cls._found(job) or cls(job, ObjectStore.open(job.bucket), branches.ABSENT)
-
-    @classmethod
-    def begun(cls, job: Job, of_the_file: bool = True) -> Run:
-        """Returns the run like :meth:`find`.  Raises :class:`JobError` if there is no such run in the bucket (:func:`branches.no_run`)."""
-        if (run := cls._found(job)) is not None:
-            return run
-        branches.check_lost(ObjectStore.open(job.bucket), job.name)
-        raise branches.no_run(job, of_the_file)
-
-    @classmethod
-    def _found(cls, job: Job) -> Run | None:
-        store = ObjectStore.open(job.bucket)
-        there = branches.newest(store, job.name)
-        return None if there is None else cls(job.begun_as(there.job).after(there.earlier), store, there)
+        last, number = self.last_recorded(), self.there.number + 1
+        made = [each for each in (self.newest(), last and last.version) if each]
+        about = self.branches, self.job, self.before, version, now
+        return branches.begin(*about, number=number, until=until, claim=claim, made=made, word=word)
 
     def job_of(self, step: int) -> Job:
         """Returns the job of the branch that committed ``step`` of the surviving lineage; the run's job if no checkpoint knows the step."""
         made = self.made(step)
-        if not contains(self.standing(0, 0.0).history.lineage, made):
+        if not contains(self.lineage, made):
             return self.job
         return self.job_at(made)
 
     def job_at(self, version: Version) -> Job:
         """Returns the job of the branch that committed ``version``, which a later branch may have abandoned."""
-        return self._begun_as(branches.at(self.store, self.job.name, version))
+        return self.branches.at(version).of_run(self.job)
 
     def made(self, step: int) -> Version:
         """Returns the version of ``step`` on the surviving lineage; if no checkpoint knows it, of the last known generation."""
@@ -284,9 +277,9 @@ class Run:
         """
         newest = max(state.history.saved, default=None)
         least = (newest.generation, newest.step) if newest is not None else (0, 0)
-        branched = branches.every(self.store, self.job.name)
+        branched = self.branches.every()
         there = self.checkpoints.recent(lambda recent: any(each.good for each in recent))
-        found = [each for each in there if each.damaged and not each.deleted and not branches.abandoned(branched, each.version)]
+        found = [each for each in there if each.damaged and not each.deleted and not abandoned(branched, each.version)]
         found = [each for each in found if (each.version.generation, each.version.step) > least]
         for each in found if put_away else ():
             self.checkpoints.quarantine(each.version, each.damaged)
@@ -301,8 +294,8 @@ class Run:
         recorded = last.incarnation if last is not None else 0
         skips = incarnation and alone.unseen(self.store, self.job.name, incarnation, recorded)
         unseen = incarnation if skips else 0  # each has one generation
-        branched = branches.every(self.store, self.job.name)
-        until = max((int(each.get("until", 0)) for each in branched), default=0)
+        branched = self.branches.every()
+        until = max((each.until for each in branched), default=0)
 
         def after(known: int) -> int:
             return max(generation, known, until) + unseen
@@ -313,7 +306,7 @@ class Run:
         known = [listed for at in sorted(steps | ({step} if step is not None else set())) for listed in self.checkpoints.at(at)]
 
         def state(recent: Sequence[Listed]) -> RunState:
-            there = [each for each in (*known, *recent) if not branches.abandoned(branched, each.version)]
+            there = [each for each in (*known, *recent) if not abandoned(branched, each.version)]
             whole = [(each.version, each.manifest) for each in there if each.manifest is not None]
             used = max((each.version.generation for each in there if each.manifest is not None or each.damaged), default=0)
             if not whole:
@@ -343,19 +336,20 @@ class Run:
         kept = {name: each for name, each in scores.items() if each is not None and found.history.contains(each.version)}
         # what follows is of the run, whoever owns it
         health = last.health
-        if branches.abandoned(branched, last.version):  # the steps that come are others
+        if abandoned(branched, last.version):  # the steps that come are others
             health = evolve(health, step=min(health.step, found.step))
         return evolve(
             found, history=evolve(found.history, **kept), health=health, skips=last.skips.resume(found.step, forgets=self.job.spikes.off)
         )
 
-    def _ended_early(self, last: RunState | None, incarnation: int, branched: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
+    def _ended_early(self, last: RunState | None, incarnation: int, branched: Sequence[Branch], step: int) -> dict[str, Any]:
         """Returns what a start knows of a loop that has ended this branch of the run before its last step; ``step`` is the newest one."""
-        since = max((int(each.get("claim", 0)) for each in branched), default=0)
+        since = max((each.claim for each in branched), default=0)
         if last is not None and last.why and last.incarnation > since and last.enough >= step:
             return {"enough": last.enough, "why": last.why}
         if (last.incarnation if last is not None else 0) < incarnation - 1:
-            number, end = alone.newest_end(self.store, self.job.name)
+            number = alone.ends(self.store, self.job.name).newest()
+            end = alone.ended(self.store, self.job.name, number)
             if number > since and isinstance(end, Finished) and end.step == step > 0:
                 return {"enough": step, "why": end.why}
         return {}
@@ -392,7 +386,7 @@ class Run:
     def branched(self) -> bool:
         """True if the run has not gone on since its newest branch was begun."""
         claim = self.latest_claim()
-        return any(claim <= each.get("claim", 0) for each in branches.every(self.store, self.job.name))
+        return any(claim <= each.claim for each in self.branches.every())
 
     def journal(self, local: Path, snapshot: Mapping[str, Any]) -> Journal:
         """Returns the journal, ready to be continued.  ``snapshot``: what is known before its next record; ``local``: its local folder."""
@@ -448,6 +442,11 @@ class Run:
     def records(self) -> list[Mapping[str, Any]]:
         """Returns all records of the journal that are in the bucket, in today's format."""
         return [record for _, records in self.segments() for record in records]
+
+    @property
+    def lineage(self) -> Lineage:
+        """The surviving lineage."""
+        return self.standing(0, 0.0).history.lineage
 
     def newest(self) -> Version | None:
         """Returns the newest good checkpoint, or None."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.protocol import lineage
-from elastic.runs import branches
+from elastic.runs.notes import abandoned
 from elastic.runs.run import Run
 
 
@@ -61,6 +61,6 @@ def version_before(run: Run, step: int, generation: int) -> Version:
 
 def left_behind(run: Run, versions: Sequence[Version]) -> list[Version]:
     """Returns those of ``versions`` that are not on the way of the run: a branch or a fall-back has abandoned them."""
-    line, every = run.standing(0, 0.0).history.lineage, branches.every(run.store, run.job.name)
+    line, every = run.lineage, run.branches.every()
     passed = [each for each in versions if each.step <= lineage.tip(line).step and not lineage.contains(line, each)]
-    return [each for each in versions if each in passed or branches.abandoned(every, each)]
+    return [each for each in versions if each in passed or abandoned(every, each)]

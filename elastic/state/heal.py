@@ -25,6 +25,7 @@ from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.events import HEALS
 from elastic.protocol.plan import Plan
 from elastic.runs import forks
+from elastic.runs.branches import Origin
 from elastic.state.digest import digests
 from elastic.state.hosts import Access, read
 from elastic.state.initialise import initialise
@@ -290,7 +291,7 @@ def from_bucket(state: State, plan: Plan, checkpoints: Checkpoints, wanted: Sequ
 @torch.no_grad()
 def weights_of(state: State, checkpoints: Checkpoints, hook: Callable[[], None]) -> int:
     """Reads this member's part of the weights of ``init``, a checkpoint of another run; returns the bytes read.  Raises as above."""
-    origin = forks.Origin.of(state.job.init)
+    origin = Origin.of(state.job.init)
     reader = forks.checkpoints(checkpoints.store, origin.run).open(origin.version)
     weights = [tensor for tensor in state.tensors if tensor.kind in WEIGHTS]
     if why := misfit(state.job, weights, reader.tensors(), origin.version, AS_IT_IS_THERE):

@@ -124,7 +124,7 @@ class _Note:
 
     def _ask(self) -> None:
         try:
-            key = f"{self._run}/effects/{branches.number_of(self._store, self._run):06d}.json"
+            key = f"{self._run}/effects/{max(branches.Branches(self._store, self._run).newest(), 1):06d}.json"
             try:
                 self._noted = told = int(unseal(self._store.get(key), self._store.full_name(key), FORMAT)["step"])
             except (Missing, Damaged):

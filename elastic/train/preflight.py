@@ -36,7 +36,7 @@ from elastic.plan.copy_budget import amount
 from elastic.plan.placement import cell_of, number_of_cells
 from elastic.protocol.builds import Build
 from elastic.runs import branches, code, data, forks, harmed
-from elastic.runs.forks import Origin
+from elastic.runs.branches import Branches, Origin
 from elastic.runs.quarantine import held_in
 from elastic.runs.resume import Start
 from elastic.runs.run import Run
@@ -103,7 +103,7 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     _check_layers(job, model)
     _check_eps(job, model)
     groups = check_groups(job, model)
-    run = Run.look(job, branch=branch or Run.has_saved_nothing(job))
+    run = Run.look(job, branch=branch or Run.find(job).unsaved)
     lost = harmed.notes(run)
     data.check(run, build.data, int(build.samples))
     job = run.job
@@ -149,7 +149,7 @@ def _check_secrets(job: Job) -> list[str]:
     found = [name for setting, value in settings.items() for name in literal_secrets(setting, value) if PLACES.match(name)]
     if not found:
         return []
-    stored = branches.flat(branches.stored(ObjectStore.open(job.bucket), job.name) or {})
+    stored = branches.flat(Branches(ObjectStore.open(job.bucket), job.name).job())
     here = branches.flat(settings)
     where, notes = f"in {job.name}/job.json in the bucket", list[str]()
     for name in found:

@@ -14,7 +14,6 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol.lineage import contains
 from elastic.report.ledger import ledger
-from elastic.runs import branches
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
 from tests.support.chaos import alone, exported_hash
@@ -88,5 +87,5 @@ def test_l4_a_command_that_is_refused_for_want_of_room_begins_nothing(tmp_path: 
     monkeypatch.undo()
     run, roomy = Run.find(job), job_of(tmp_path, "run", **longer)
     assert launch(roomy, branch=True).state == "Finished"
-    (branch,) = branches.every(run.store, "run")
-    assert branch["claim"] == 1 and run.latest_claim() == 3 and run.newest() == Version(4, branch["until"] + 1)
+    (branch,) = run.branches.every()
+    assert branch.claim == 1 and run.latest_claim() == 3 and run.newest() == Version(4, branch.until + 1)

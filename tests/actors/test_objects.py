@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from elastic.job import Job
-from elastic.runs import code
+from elastic.runs.code import noted
 from elastic.runs.run import Run
 from tests.support.commands import FORK, ROOT
 from tests.support.patience import PATIENCE_S
@@ -89,8 +89,8 @@ def test_l11_a_script_on_a_cluster_ends_with_the_bits_of_one_process(tmp_path: P
     results = [next(line for line in each.splitlines() if line.startswith("RESULT")) for each in (alone, said)]
     assert results[0] == results[1] and f"({STEPS}, " in results[0]
     run = Run.find(Job(name="objects", bucket=str(tmp_path / "bucket")))
-    (noted,) = code.every(run.store, "objects")
-    assert {"object:build", "object:loss", "object:Waves", "__main__.SCALE"} <= noted["files"].keys()
+    (its,) = noted(run.store, "objects")
+    assert {"object:build", "object:loss", "object:Waves", "__main__.SCALE"} <= its.files.keys()
     written = [path.read_bytes() for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
     assert len(written) > 5 and not any(b"init_weights" in each or b"cloudpickle" in each for each in written)
 

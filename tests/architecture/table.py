@@ -68,12 +68,13 @@ IMPORTS = {
         ("pydantic",),
     ),
     "elastic.runs": Row(),
+    "elastic.runs.notes": Row(("storage.*", *NAMES)),
     "elastic.runs.branches": Row(
-        ("elastic.job", "elastic.config.values", "elastic.plan.stretches", "elastic.runs.forks", "storage.*", *NAMES)
+        ("elastic.job", "elastic.config.values", "elastic.plan.stretches", "elastic.runs.notes", "storage.*", *NAMES)
     ),
-    "elastic.runs.forks": Row(("elastic.job", "elastic.config.values", "storage.*", *NAMES)),
+    "elastic.runs.forks": Row(("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "storage.*", *NAMES)),
     "elastic.sources": Row(("elastic.objects", *NAMES)),
-    "elastic.runs.alone": Row(("elastic.control.run", "storage.*", *NAMES)),
+    "elastic.runs.alone": Row(("elastic.control.run", "elastic.runs.notes", "storage.*", *NAMES)),
     "elastic.runs.receipts": Row(("elastic.plan.layout", *NAMES)),
     "elastic.runs.run": Row(
         (
@@ -82,6 +83,7 @@ IMPORTS = {
                 "elastic.runs.alone",
                 "elastic.runs.branches",
                 "elastic.runs.forks",
+                "elastic.runs.notes",
                 "elastic.control.*",
                 "elastic.protocol.*",
                 "elastic.plan.*",
@@ -90,14 +92,16 @@ IMPORTS = {
             *("storage.*", *NAMES),
         )
     ),
-    "elastic.runs.code": Row(("elastic.job", "elastic.runs.branches", "elastic.runs.run", "elastic.sources", "storage.*", *NAMES)),
-    "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.forks", "elastic.runs.run", "storage.errors")),
-    "elastic.runs.which": Row(("elastic.protocol.lineage", "elastic.runs.branches", "elastic.runs.run", *NAMES)),
+    "elastic.runs.code": Row(
+        ("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "elastic.runs.run", "elastic.sources", "storage.*", *NAMES)
+    ),
+    "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.run", "storage.errors")),
+    "elastic.runs.which": Row(("elastic.protocol.lineage", "elastic.runs.notes", "elastic.runs.run", *NAMES)),
     "elastic.runs.harmed": Row(("elastic.runs.metrics", "elastic.runs.run", "storage.*")),
-    "elastic.runs.data": Row(("elastic.config.values", "elastic.runs.forks", "elastic.runs.run", "storage.*", *NAMES)),
+    "elastic.runs.data": Row(("elastic.config.values", "elastic.runs.branches", "elastic.runs.run", "storage.*", *NAMES)),
     "elastic.runs.asked": Row(
         (
-            *("elastic.config.sections", "elastic.job", "elastic.protocol.lineage", "elastic.runs.branches"),
+            *("elastic.config.sections", "elastic.job", "elastic.protocol.lineage", "elastic.runs.notes"),
             *("elastic.runs.run", "storage.*", *NAMES),
         )
     ),
@@ -111,7 +115,6 @@ IMPORTS = {
     "elastic.runs.retention": Row(
         (
             *(
-                "elastic.runs.branches",
                 "elastic.runs.forks",
                 "elastic.report.best",
                 "elastic.runs.metrics",
@@ -129,7 +132,7 @@ IMPORTS = {
             *(
                 "elastic.runs.branches",
                 "elastic.config.values",
-                "elastic.runs.forks",
+                "elastic.runs.notes",
                 "elastic.job",
                 "elastic.report.best",
                 "elastic.runs.metrics",
@@ -163,7 +166,7 @@ IMPORTS = {
     "elastic.runs.restarts": Row(("elastic.control.*", "elastic.runs.run", *NAMES)),
     "elastic.runs.metrics": Row(
         (
-            *("elastic.runs.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.runs.forks", "elastic.job"),
+            *("elastic.runs.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.runs.notes", "elastic.job"),
             *(
                 "elastic.config.values",
                 "elastic.protocol.lineage",
@@ -203,6 +206,7 @@ IMPORTS = {
                 "elastic.engine.*",
                 "elastic.protocol.*",
                 "elastic.plan.*",
+                "elastic.runs.branches",
                 "elastic.runs.forks",
                 "elastic.job",
                 "storage.*",

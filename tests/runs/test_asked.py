@@ -9,7 +9,6 @@ import pytest
 from elastic.ids import Version
 from elastic.protocol.lineage import Lineage
 from elastic.runs import asked, branches, owed
-from elastic.runs.branches import Before
 from elastic.runs.run import Run
 from elastic.train.errands import WORK, pay
 from tests.runs.test_owed import listed, paid, run_of, save, started
@@ -77,7 +76,7 @@ def test_branches_record_what_they_ask_and_an_older_claim_does_not_overrule_a_ne
     run = run_of(export={})
     save(run, 10)
     job = run.job.replace(steps=50, export={"every": 4})
-    branches.begin(run.store, job, Before(run.job, until=1, claim=1), Version(10, 1), 0.0)
+    branches.begin(run.branches, job, run.job, Version(10, 1), 0.0, until=1, claim=1)
     branch = Run(job, run.store)
     save(branch, 12, 2, ((1, 10), (2, 12)))
     assert listed(branch) == ["export 12"]
@@ -130,7 +129,7 @@ def test_a_branch_of_an_older_release_owes_from_its_own_beginning_by_the_job_tha
         run = begun(run_of(export={"every": 10}))
         save(run, 10)
         job = run.job.replace(steps=50, export={"every": 8})
-        branches.begin(run.store, job, Before(run.job, until=1, claim=1), Version(10, 1), 0.0)
+        branches.begin(run.branches, job, run.job, Version(10, 1), 0.0, until=1, claim=1)
         branch = Run(job, run.store)
         for step in (16, 18):
             save(branch, step, 2, ((1, 10), (2, step)))

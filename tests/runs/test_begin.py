@@ -16,7 +16,6 @@ from elastic.errors import JobError, PlatformGaveUp, Refused
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.runs import branches
 from elastic.runs.resume import Start
 from elastic.runs.run import Run
 from storage.errors import Exists
@@ -54,11 +53,11 @@ def test_l4_a_world_of_a_life_that_has_not_noticed_is_of_the_old_job(tmp_path: P
     incarnation = branched.claim("here") if claims else 0
     assert branched.branch(0.0, incarnation=incarnation).startswith("branch 2 of toy goes on from step 5: optim.lr")
     saved(run, Version(10, 2), ((1, 5), (2, 10)))
-    its = branches.at(run.store, "toy", Version(10, 2)).job["optim"]["lr"]
+    its = run.branches.at(Version(10, 2)).job["optim"]["lr"]
     assert (Run.find(changed).newest(), its) == ((Version(5, 1), run.job.optim.lr) if claims else (Version(10, 2), 1e-4))
     state = Run.find(changed).standing(branched.claim("here"), 0.0)
     first = Version(6, state.next_generation)
-    assert not claims or branches.at(run.store, "toy", first).job["optim"]["lr"] == 1e-4
+    assert not claims or run.branches.at(first).job["optim"]["lr"] == 1e-4
     assert branched.branched is False, "it goes on"
 
 
@@ -68,12 +67,12 @@ def test_l4_the_run_is_claimed_before_the_branch_and_only_for_one(tmp_path: Path
     seen = list[tuple[int, int]]()
 
     def claim(run: Run, _: int) -> int:
-        seen.append((run.latest_claim(), branches.number_of(run.store, "toy")))
+        seen.append((run.latest_claim(), run.branches.newest()))
         return run.claim("here")
 
     assert begin(Start(run.job), lambda line: None, True, claim) == 0 and seen == []
-    assert begin(Start(changed), lambda line: None, True, claim) == 2 and seen == [(1, 1)]
-    assert branches.number_of(run.store, "toy") == 2 and begin(Start(changed), lambda line: None, True, claim) == 0
+    assert begin(Start(changed), lambda line: None, True, claim) == 2 and seen == [(1, 0)]
+    assert run.branches.newest() == 2 and begin(Start(changed), lambda line: None, True, claim) == 0
 
 
 @pytest.mark.parametrize("life", ["", "its life"], ids=("no life", "the control: a life of its own"))
@@ -89,7 +88,7 @@ def test_l4_two_branches_after_a_claim_whose_coordinator_never_came(tmp_path: Pa
     assert f"it goes past claim 2, made at gone ({platform.node()}), which has recorded nothing" in said[-1].text
     with pytest.raises(PlatformGaveUp):
         begin(Start(other), said.append, True, lambda run, _: run.claim("there", after=run.follows(2)))
-    assert branches.number_of(run.store, "toy") == 2 and run.latest_claim() == 3
+    assert run.branches.newest() == 2 and run.latest_claim() == 3
     assert run.follows(3) == 3, "its own coordinator comes"
     run.claim("elsewhere")
     with pytest.raises(Exists):
@@ -121,7 +120,7 @@ def test_l4_a_process_that_looked_before_another_claim_begins_no_branch(tmp_path
 
     with pytest.raises(Refused, match="another command has begun toy, or a branch of it, meanwhile"):
         begin(Start(changed), lambda line: None, True, later)
-    assert (run.latest_claim(), branches.number_of(run.store, "toy")) == (2, 1)
+    assert (run.latest_claim(), run.branches.newest()) == (2, 0)
     assert begin(Start(changed), lambda line: None, True, lambda run, _: run.claim_here()) == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from elastic.data.cursor import Cursor
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.report.story import Sentence
-from elastic.runs import branches
+from elastic.runs.branches import Branches
 from elastic.runs.run import Run
 from storage.errors import Exists
 from storage.objects import ObjectStore
@@ -36,9 +37,9 @@ def trained(job: Job, *, branch: bool = False) -> list[str]:
     return said
 
 
-def begun(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:
+def begun(folder: Path) -> list[tuple[int, int, Mapping[str, Any]]]:
     store = ObjectStore.open(str(folder))
-    return [(each["number"], each["step"], each["changed"]) for each in branches.every(store, "run")]
+    return [(each.number, each.step, each.changed) for each in Branches(store, "run").every()]
 
 
 def test_l4_an_extended_run_has_the_bits_of_a_longer_one(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_l4_a_branch_that_changes_nothing_of_the_data_changes_no_sample(tmp_path
         run = Run.look(extending(tmp_path, 5, **changes), branch=True)
         assert run.branch(0.0).startswith(f"branch {number} of run goes on from step 3")
     job = Run.look(extending(tmp_path, 5, optim={"lr": 0.5})).job
-    told = [each["format"] for each in branches.every(ObjectStore.open(str(tmp_path)), "run")]
+    told = [each.format for each in run.branches.every()]
     assert told == [2, 1, 1], "what an older release would draw otherwise it must not read"
     assert job.stretches() == extending(tmp_path, 5).stretches()
     assert job.batches() == extending(tmp_path, 5).batches()

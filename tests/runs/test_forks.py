@@ -26,7 +26,7 @@ from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
 from elastic.report.story import Line, Scored, Sentence, StepLine
 from elastic.runs import code, forks, resume
-from elastic.runs.forks import Origin
+from elastic.runs.branches import Branches, Origin
 from elastic.runs.metrics import keep_until, rows_of, store_rows, stored
 from elastic.runs.retention import collect
 from elastic.runs.run import Run
@@ -109,8 +109,8 @@ def test_a_fork_that_has_not_trained_yet_has_the_code_of_its_origin(tmp_path: Pa
     trained(job_of(tmp_path))
     start = resume.start_of(job_of(tmp_path, "fork", 8), "run@4")
     start.begin()
-    run, then = Run.look(start.job), code.of(Run.find(job_of(tmp_path)), Version(4, 1))
-    assert then is not None and not code.every(run.store, "fork")
+    run, then = Run.look(start.job), code.at(ObjectStore.open(str(tmp_path)), "run", Version(4, 1))
+    assert then is not None and not code.noted(run.store, "fork")
     code.check(run, then, Version(4, 1), accept=False)
     with pytest.raises(JobError, match=r"the code of the run 'fork' .* has changed since step 4: other\.py \(new\)"):
         code.check(run, replace(then, files={**then.files, "other.py": ("1", "1")}), Version(4, 1), accept=False)
@@ -173,7 +173,7 @@ def test_l5_a_fork_has_the_bits_of_the_run_extended(tmp_path: Path) -> None:
     assert steps_of(trained(job_of(tmp_path, "child", steps=8, **FAST), resume="fork@4")) == [5, 6, 7, 8], "what a fork has inherited"
     assert set(forks.references(fork_store := ObjectStore.open(str(tmp_path)), "run")) == {Version(4, 1), Version(2, 1)}
     assert forks.references(fork_store, "fork") == {}, "the run that holds the checkpoint keeps it"
-    assert forks.origin_of(fork_store, "child") == Origin("run", Version(4, 1))
+    assert Branches(fork_store, "child").origin() == Origin("run", Version(4, 1))
 
 
 @pytest.fixture(scope="module")

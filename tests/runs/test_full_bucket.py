@@ -13,6 +13,7 @@ from elastic.ids import Version
 from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
 from elastic.runs import forks
+from elastic.runs.branches import Origin
 from elastic.runs.retention import Retention, collect, mark, remove
 from elastic.runs.run import Run
 from storage.checkpoints import MANIFEST
@@ -105,7 +106,7 @@ def test_a_full_bucket_deletes_nothing_that_somebody_began_to_need_meanwhile(by:
     """Somebody claims the run, or forks it, while the empty mark is written, and has looked at the checkpoint before."""
     saved = Saved(range(1, 5))
     claims = partial(saved.run.claim, "elsewhere")
-    forked = partial(forks.refer, saved.run.store, forks.Origin(saved.run.job.name, Version(2, 1)), "fork")
+    forked = partial(forks.refer, saved.run.store, Origin(saved.run.job.name, Version(2, 1)), "fork")
     run = Run(saved.run.job, Brimful(saved.run.store, forked if by == "fork" else claims))
     if by == "fork":
         mark(run, [Version(2, 1)], "asked", saved.claim)

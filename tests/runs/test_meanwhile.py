@@ -21,7 +21,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.story import Line, StepLine
-from elastic.runs import alone, branches, resume
+from elastic.runs import alone, resume
 from elastic.runs.resume import Start
 from elastic.runs.run import LOCAL, Run
 from elastic.train import local
@@ -91,7 +91,7 @@ def test_l4_no_branch_goes_on_from_a_checkpoint_that_was_deleted_meanwhile(
     said = " ".join(capsys.readouterr().out.split())
     assert ("another command has begun to delete step 2 of generation 1 of run meanwhile" in said) != there
     assert saved(job) == ([2] if there else [4, 6])
-    assert len(branches.every(Run.find(job).store, "run")) == (1 if there else 0)
+    assert len(Run.find(job).branches.every()) == (1 if there else 0)
 
 
 def test_l4_a_mark_that_comes_after_the_claim_of_a_branch_is_taken_back(

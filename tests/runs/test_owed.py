@@ -24,8 +24,7 @@ from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, extended
 from elastic.report.story import Line, Sentence
 from elastic.runs import alone, asked, branches, forks, owed
-from elastic.runs.branches import Before
-from elastic.runs.forks import Origin
+from elastic.runs.branches import Origin
 from elastic.runs.metrics import store_rows
 from elastic.runs.owed import DEATHS, Debt, Failure
 from elastic.runs.resume import LATEST, best_of, start_of
@@ -230,7 +229,7 @@ def test_a_branch_and_a_fork_owe_nothing_for_what_they_left_behind() -> None:
         save(run, step)
     paid(run, 10)
     job = run.job.replace(steps=50)
-    branches.begin(run.store, job, Before(run.job, until=1), Version(10, 1), 0.0)
+    branches.begin(run.branches, job, run.job, Version(10, 1), 0.0, until=1)
     again = Run(job, run.store)
     assert listed(run) == [] == listed(again), "20 and 30 are abandoned"
     line = extended(((1, 10),), Version(20, 2))

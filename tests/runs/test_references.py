@@ -12,7 +12,7 @@ from actors import checkpoint_commands
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.runs import forks
-from elastic.runs.forks import Origin
+from elastic.runs.branches import Origin
 from elastic.runs.retention import release
 from elastic.runs.run import Run
 from storage.checkpoints import Checkpoints

@@ -21,7 +21,6 @@ from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
 from elastic.protocol.lineage import Lineage, extended
 from elastic.runs import branches, forks
-from elastic.runs.branches import Before
 from elastic.runs.retention import Retention, collect
 from elastic.runs.run import Run
 from storage.checkpoints import MANIFEST, Checkpoints
@@ -126,7 +125,7 @@ def test_l7_what_is_needed_is_never_deleted() -> None:
     write(saved.run.checkpoints, Version(5, 7), STATE, 1)  # on its way
     write(saved.run.checkpoints, Version(9, 7), STATE, 1)  # newer
     job = saved.run.job
-    branches.begin(saved.run.store, job.replace(steps=99), Before(job), Version(2, 1), 0.0)
+    branches.begin(saved.run.branches, job.replace(steps=99), job, Version(2, 1), 0.0)
     saved.rounds(Keep(last=2, best=True), saved.asked(Version(5, 7), Version(3, 1), best=Version(6, 1)))
     left = {each.version for each in saved.run.checkpoints.versions()}
     assert left == {*(Version(step, 1) for step in (2, 3, 6, 7, 8)), Version(5, 7), Version(9, 7)}
@@ -142,12 +141,12 @@ def test_l7_what_a_branch_needs_stays_off_the_line_too() -> None:
     saved = Saved(range(1, 6))
     for step in range(3, 9):
         saved.save(Version(step, 2), ((1, 2), (2, step)))
-    job, store = saved.run.job, saved.run.store
-    branches.begin(store, job.replace(steps=99), Before(job), Version(4, 1), 0.0)
+    job = saved.run.job
+    branches.begin(saved.run.branches, job.replace(steps=99), job, Version(4, 1), 0.0)
     collect(saved.run, KEEP, saved.asked(), saved.claim)
     listed = {each.version: each.deleted for each in saved.run.checkpoints.versions()}
     assert listed[Version(3, 1)] and listed[Version(5, 1)] and not listed[Version(4, 1)]
-    branches.begin(store, job.replace(steps=98), Before(job, newest=2), Version(5, 1), 0.0)
+    branches.begin(saved.run.branches, job.replace(steps=98), job, Version(5, 1), 0.0, number=3)
     collect(saved.run, KEEP, saved.asked(), saved.claim)
     left = {each.version for each in saved.run.checkpoints.versions()}
     assert left == {Version(4, 1), Version(5, 1), Version(7, 2), Version(8, 2)}
@@ -273,7 +272,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
 def test_l7_rm_deletes_one_and_refuses_what_is_needed(ended: Callable[..., tuple[Run, list[str]]]) -> None:
     run, said = ended()
-    branches.begin(run.store, run.job.replace(steps=99), Before(run.job), Version(3, 1), 0.0)
+    branches.begin(run.branches, run.job.replace(steps=99), run.job, Version(3, 1), 0.0)
     for step, why in ((6, "the newest good checkpoint"), (3, "branch 2 of toy goes on from there"), (9, "has no checkpoint of that step")):
         with pytest.raises(JobError, match=rf"--step {step}\b.*{why}"):
             checkpoint_commands.rm(run.job, str(step), force=False)
@@ -288,7 +287,7 @@ def test_rm_deletes_the_checkpoint_of_the_present_line_and_one_that_was_left_beh
 ) -> None:
     """A rewind to step 2 has left behind steps 3 to 6 of generation 1, and the run has made 3 and 4 again.  The judge is the folders."""
     run, said = ended()
-    branches.begin(run.store, run.job, Before(run.job, until=1), Version(2, 1), 0.0)
+    branches.begin(run.branches, run.job, run.job, Version(2, 1), 0.0, until=1)
     for step in (3, 4):
         lineage = ((1, 2), (2, step))
         run.commit(Version(step, 2), write(run.checkpoints, Version(step, 2), STATE, 1), lineage, Layout())
@@ -323,7 +322,7 @@ def test_a_checkpoint_that_was_left_behind_can_be_looked_at_when_it_is_named(
 ) -> None:
     """The control: a step without a generation is that of the present line."""
     run, said = ended()
-    branches.begin(run.store, run.job, Before(run.job, until=1), Version(2, 1), 0.0)
+    branches.begin(run.branches, run.job, run.job, Version(2, 1), 0.0, until=1)
     run.commit(Version(3, 2), write(run.checkpoints, Version(3, 2), STATE, 1), ((1, 2), (2, 3)), Layout())
     for named, version in (("5.1", Version(5, 1)), ("3.1", Version(3, 1)), ("3", Version(3, 2)), (None, Version(3, 2))):
         assert checkpoint_commands.show(run.job, named) == 0
@@ -346,11 +345,11 @@ def test_ls_says_for_which_run_a_checkpoint_that_was_left_behind_stays(
 ) -> None:
     """The controls: a column only where there is something to say, and nothing for the one that nobody needs."""
     run, _ = ended()
-    branches.begin(run.store, run.job, Before(run.job, until=1), Version(2, 1), 0.0)
+    branches.begin(run.branches, run.job, run.job, Version(2, 1), 0.0, until=1)
     run.commit(Version(3, 2), write(run.checkpoints, Version(3, 2), STATE, 1), ((1, 2), (2, 3)), Layout())
     other = run.job.replace(name="f")
-    run.store.put("f/job.json", forks.document(other, origin={"run": "toy", "step": 5, "generation": 1}))
-    forks.make_sure(run.store, other, forks.origin_of(run.store, "f"))
+    run.store.put("f/job.json", branches.document(other, origin := branches.Origin("toy", Version(5, 1))))
+    forks.make_sure(run.store, other, origin)
     assert checkpoint_commands.ls(run.job) == 0
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     kept = {(int(row[1]), int(row[2])): " ".join(row[-2].split()) for row in rows if row[1].strip().isdecimal()}

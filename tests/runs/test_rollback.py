@@ -19,8 +19,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.lineage import Lineage
 from elastic.runs import branches, forks, resume
-from elastic.runs.branches import Before
-from elastic.runs.forks import Origin
+from elastic.runs.branches import Origin
 from elastic.runs.metrics import rows_of, store_rows
 from elastic.runs.run import Run
 from elastic.train import preflight
@@ -56,7 +55,7 @@ def test_g2_a_run_that_diverged_is_rolled_back_and_recovers(tmp_path: Path, caps
     assert main(["train", str(path), "--local", "--optim.lr", "0.003"]) == 0
     rows = {int(row["step"]): row for row in rows_of(run)}
     assert sorted(rows) == [*range(1, 21)] and rows[20]["loss"] < rows[12]["loss"]
-    assert [(each["number"], each["step"]) for each in branches.every(run.store, "run")] == [(2, 12), (3, 12)]
+    assert [(each.number, each.step) for each in run.branches.every()] == [(2, 12), (3, 12)]
     assert {rows[step]["lr"] for step in rows} == {0.003}
     capsys.readouterr()
     assert main(["runs", str(path)]) == 0
@@ -102,7 +101,7 @@ def test_g2_what_diverges_soon_after_a_fork_is_seen_by_the_losses_before(
     assert main(["rollback", str(path), "--to", "auto", "--lr-scale", "0.5"]) == code
     assert says.replace("JOB", str(path)) in " ".join(capsys.readouterr().out.split())
     fork = Run.find(job_of(tmp_path, "fork"))
-    assert [each["step"] for each in branches.every(fork.store, "fork")] == ([] if code else [max(first - 2, 20)])
+    assert [each.step for each in fork.branches.every()] == ([] if code else [max(first - 2, 20)])
     if not code and first > 21:
         made("run", 26, 1, 21, ())
         assert branch_commands.before_divergence(Run.find(job_of(tmp_path))).step == first - 2
@@ -121,8 +120,8 @@ def test_g2_the_line_that_a_roll_back_prints_goes_on_with_the_branch(tmp_path: P
     capsys.readouterr()
     assert main(["rollback", str(path), "--steps", "5", "--to", "4"]) == 0
     line = re.search("`elastic (train .*)` goes on with it", capsys.readouterr().out)
-    begun = branches.newest(ObjectStore.open(str(tmp_path / "bucket")), "run")
-    assert begun is not None and begun.job["checkpoint"]["save_every"] == 2, "the free settings are those of the file"
+    begun = Run.find(job_of(tmp_path / "bucket")).branches.job()
+    assert begun["checkpoint"]["save_every"] == 2, "the free settings are those of the file"
     assert line is not None and "--optim.lr 0.02" in line[1] and "--steps 6" in line[1] and "--steps 5" not in line[1]
     assert main(["train", str(path), "--local"]) == 1 and "optim.lr = 0.02 there and 0.01 here" in capsys.readouterr().out
     assert main([*shlex.split(line[1]), "--local"]) == 0 and Run.find(job_of(tmp_path / "bucket")).job.optim.betas == (0.8, 0.9)
@@ -184,8 +183,8 @@ def test_g2_the_run_of_a_notebook_goes_on_there_after_a_roll_back(tmp_path: Path
     said = " ".join(capsys.readouterr().out.split())
     assert "launch(Job(...)) with steps = 6 goes on with it, in the script or notebook that has its objects (object:build, " in said
     assert "elastic train" not in said
-    begun = branches.newest(ObjectStore.open(notebook().bucket), notebook().name)
-    assert begun is not None and begun.job["checkpoint"]["save_every"] == 2, "the file names no free settings, so they are those of before"
+    begun = Run.find(notebook()).branches.job()
+    assert begun["checkpoint"]["save_every"] == 2, "the file names no free settings, so they are those of before"
     assert main(["rollback", str(path), "--to", "2", "--lr-scale", "0.5"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"launch(Job(...)) with steps = 6, optim.lr = {rate / 2!r} goes on with it" in said
@@ -211,7 +210,7 @@ def test_a_roll_back_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.Ca
     path.write_text(to_toml(run.job))
     assert main(["rollback", str(path), *words]) == 1
     assert says.replace("JOB", str(path)) in " ".join(capsys.readouterr().out.split())
-    assert branches.every(run.store, "run") == []
+    assert run.branches.every() == []
 
 
 def test_what_was_abandoned_is_told_by_each_command_that_meets_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +257,7 @@ def test_l5_the_runs_of_a_bucket_are_a_tree(tmp_path: Path, monkeypatch: pytest.
     store, run = ObjectStore.open(str(tmp_path)), Run.open(job_of(tmp_path))
     for step in (2, 4):
         run.commit(Version(step, 1), write(run.checkpoints, Version(step, 1), STATE, 1), ((1, step),), Layout())
-    branches.begin(store, job_of(tmp_path, steps=9), Before(run.job), Version(4, 1), time.time() - 7200)
+    branches.begin(run.branches, job_of(tmp_path, steps=9), run.job, Version(4, 1), time.time() - 7200)
     forks.begin(store, job_of(tmp_path, "fork"), Origin("run", Version(2, 1)), {})
     forks.begin(store, job_of(tmp_path, "child"), Origin("fork", Version(2, 1)), {})
     Run.open(job_of(tmp_path, "warm", init="run@4.1"))

@@ -10,7 +10,6 @@ from elastic.ids import Version
 from elastic.plan.layout import Layout
 from elastic.protocol.actions import Retain
 from elastic.runs import branches
-from elastic.runs.branches import Before
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
 from storage.objects import PARTIAL
@@ -84,7 +83,7 @@ def test_a_round_sees_what_other_processes_have_done_since_the_one_before() -> N
     other.unmark(Version(10, 1))
     for step in (12, 13):
         saved.save(Version(step, 1), ((1, step),))
-    branches.begin(saved.run.store, job.replace(steps=99), Before(job), Version(11, 1), 0.0)
+    branches.begin(saved.run.branches, job.replace(steps=99), job, Version(11, 1), 0.0)
     rounds.round(saved.asked())
     assert saved.good() == [6, 9, 11, 12, 13], "11 is what the branch goes on from"
     other.remove(Version(10, 1))

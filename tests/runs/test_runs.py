@@ -21,7 +21,7 @@ from elastic.plan.layout import Layout
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import Recovered, StepDone, Tick
 from elastic.runs import data, forks
-from elastic.runs.forks import Origin
+from elastic.runs.branches import Origin
 from elastic.runs.receipts import KEPT, Parts, SavedShard
 from elastic.runs.run import Run
 from storage.errors import Damaged, Deposed, Exists

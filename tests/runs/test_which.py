@@ -9,7 +9,7 @@ import pytest
 from actors.cli import main
 from elastic.errors import JobError
 from elastic.ids import Version
-from elastic.runs import branches
+from elastic.runs.branches import FORMAT
 from elastic.runs.metrics import rows_of
 from elastic.runs.resume import checkpoint, start_of
 from elastic.runs.run import Run
@@ -77,7 +77,7 @@ def test_g4_a_step_that_was_left_behind_is_computed_again_when_it_is_named(tmp_p
         assert rerun_here(job, f"{step}.1").now.loss == told[step] and rerun_here(job, f"{step}.2").now.loss == own[step]
         assert rerun_here(job, step).now.loss == own[step]
     assert own[5] != told[5] and rerun_here(job, "1.1").now.loss == told[1]
-    assert branches.at(Run.find(job).store, "run", Version(5, 1)).number == 1, "the job of its branch, which has another rate"
+    assert Run.find(job).branches.at(Version(5, 1)).number == 1, "the job of its branch, which has another rate"
     (tmp_path / "job.toml").write_text(to_toml(job))
     assert main(["rerun", str(tmp_path / "job.toml"), "--step", "5.1"]) == 0
     assert f"step 5: loss {told[5]:.6g}" in capsys.readouterr().out
@@ -127,10 +127,10 @@ def test_l4_a_line_that_says_best_goes_back_once(tmp_path: Path) -> None:
     assert best == Version(3, 2)
     lines = trained(job, resume="run@best")
     assert steps_of(lines) == [] and "branch 2 of run went on from run@best, step 2, before: it goes on from step 4" in told(lines)
-    assert [(each["number"], each["step"], each["word"]) for each in branches.every(run.store, "run")] == [(2, 2, "best")]
+    assert [(each.number, each.step, each.word) for each in run.branches.every()] == [(2, 2, "best")]
     for other, word in ((job.replace(steps=5), "run@best"), (job, "run@3"), (job, "3")):
         assert start_of(other, word).at == best
     document = Path(tmp_path, "run", "branches", "000002.json")
-    about = unseal(document.read_bytes(), "", branches.FORMAT)
+    about = unseal(document.read_bytes(), "", FORMAT)
     document.write_bytes(seal({name: value for name, value in about.items() if name != "word"}))
     assert start_of(job, "run@best").at == best

@@ -24,7 +24,6 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, Outcome
 from elastic.report.story import Line, StepLine
-from elastic.runs import branches
 from elastic.runs.run import Run
 from elastic.train import local
 from elastic.train.context import Context
@@ -152,7 +151,7 @@ def test_a_loop_ends_its_run_with_a_save(tmp_path: Path, how: str) -> None:
     (tmp_path / "own" / "how" / how).unlink()
     gone_on = launch(job, local=True, resume=3, show=lambda line: None)
     assert (gone_on.state, gone_on.step) == ("Finished", 6) and exported_hash(job) != exported_hash(shorter)
-    assert launch(job, local=True, resume=3, show=lambda line: None).step == 6 and len(branches.every(run.store, job.name)) == 1
+    assert launch(job, local=True, resume=3, show=lambda line: None).step == 6 and len(run.branches.every()) == 1
     more = job.replace(steps=7)
     Run.look(more, branch=True).branch(0.0)
     assert run_local(more, lines.append)[::2] == ("Finished", 7)

@@ -1,10 +1,14 @@
-"""Performs what a run owes for a checkpoint (:mod:`elastic.runs.owed`): an export, or samples of text, from the bucket and on the CPU.
+"""Makes what a run owes for a checkpoint (:mod:`elastic.runs.owed`) from the bucket: an export, samples of text, or a validation.
 
-Nothing here belongs to a world.  Several processes may do the same at once: the bytes are the same, and only one of them notes it.
+Exports and samples are made on the CPU, and nothing of them belongs to a world.  A spare worker makes a validation in a world of its own.
+Several processes may make the same at once: the bytes are the same, and only one of them notes it.
 """
 
 from __future__ import annotations
 
+import gc
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,60 +18,74 @@ from torch import Tensor, nn
 
 from elastic.data.sources import Document
 from elastic.data.tokenizer import Bytes, Encoder
-from elastic.errors import ModelError
+from elastic.errors import FencedOff, ModelError
 from elastic.ids import Version
 from elastic.imports import failure
 from elastic.job import Job
+from elastic.protocol.commit_record import told_of
 from elastic.runs import asked as recorded
 from elastic.runs import owed
 from elastic.runs.owed import Debt, Failure
 from elastic.runs.run import Run
 from elastic.state.shard import DTYPES
 from elastic.train.model import BUFFERS, build_model, builder_of
-from elastic.train.session import opened
-from elastic.train.step import microbatch_seed
-from storage.checkpoints import Reader
+from elastic.train.revisit import evaluate_between
+from elastic.train.session import held_out_of, opened
+from elastic.train.step import Session, microbatch_seed
+from storage.checkpoints import Checkpoints, Reader
 from storage.errors import Unavailable
+
+AGAIN_S = 5.0
+"""Seconds from a validation by a spare that met a bucket which did not answer to the next attempt."""
 
 Progressed = Callable[[], None]
 """The function that an errand calls after each small part of its work, so that whoever waits for it sees that it makes progress."""
+Made = tuple[dict[str, Any], str]
+"""The document of what was made, and the sentence that tells of it."""
 
 
 def pay(run: Run, job: Job, debt: Debt) -> tuple[str, bool]:
-    """Performs what is owed and notes the result, or that it failed.  Returns the sentence for the story, and whether it is done.
+    """Makes what is owed with the settings that were recorded when its checkpoint was saved; all else is as ``job`` says.
 
-    It is done with the settings that were recorded when its checkpoint was saved, and all else is as ``job`` says.  The sentence is "" if
-    somebody else was first.
+    Returns and raises as :func:`attempt`.
+    """
+    return attempt(run, debt, lambda progressed: WORK[debt.kind](run, recorded.of(run).job(job, debt.version), debt, progressed))
 
-    Raises :class:`Unavailable` if the bucket does not answer: that is no failure.
+
+def attempt(run: Run, debt: Debt, make: Callable[[Progressed], Made], *, traced: bool = False) -> tuple[str, bool]:
+    """Notes what ``make`` returns, or that it failed.  Returns the sentence for the story, and whether it is done.
+
+    With ``traced``, the traceback of a failure goes to the log of this process.
+    The sentence is "" if somebody else was first.  Raises :class:`Unavailable` if the bucket does not answer, and :class:`FencedOff` if
+    there is something else to do: these are no failures.
     """
     try:
-        asked, progressed = recorded.of(run).job(job, debt.version), owed.Progress(run, debt)
-        about, told = WORK[debt.kind](run, asked, debt.version, progressed)
-    except Unavailable:
+        about, told = make(owed.Progress(run, debt))
+    except (Unavailable, FencedOff):
         raise
-    except Exception as error:  # whatever the user's model raises, and a damaged checkpoint
+    except Exception as error:  # whatever the user's code raises, and a damaged checkpoint
+        if traced:
+            traceback.print_exc()
         return owed.failed(run, debt, Failure(failure(error))), False
-    return f"{debt}: {told}" if owed.note_done(run, debt, about) else "", True
+    return told if owed.note_done(run, debt, about) else "", True
 
 
-def export(run: Run, job: Job, version: Version, progressed: Progressed) -> tuple[dict[str, Any], str]:
+def export(run: Run, job: Job, debt: Debt, progressed: Progressed) -> Made:
     """Writes the weights as one safetensors file into the bucket, with the bytes of model.safetensors of `elastic checkpoint export`."""
-    key = f"{job.name}/exports/{version.step:012d}/g{version.generation}/model.safetensors"
-    file = run.checkpoints.export_model(version, key, progressed)
+    key = f"{job.name}/exports/{debt.version.step:012d}/g{debt.version.generation}/model.safetensors"
+    file = run.checkpoints.export_model(debt.version, key, progressed)
     run.store.tidy(f"{key.rpartition('/')[0]}/")  # what processes that died have left; one that lives tries again, and finds the export
-    place = run.store.full_name(key)
-    return {"place": key, "bytes": file.size, "digest": file.blake3}, f"{file.size:,} bytes in {place}"
+    return {"place": key, "bytes": file.size, "digest": file.blake3}, f"{debt}: {file.size:,} bytes in {run.store.full_name(key)}"
 
 
-def samples(run: Run, job: Job, version: Version, progressed: Progressed) -> tuple[dict[str, Any], str]:
+def samples(run: Run, job: Job, debt: Debt, progressed: Progressed) -> Made:
     """Lets the model continue each prompt of ``[samples]``."""
     asked, dataset = job.samples, opened(job)
     encoder = encoder_of(dataset)
-    model = restored(job, run.checkpoints.open(version), progressed)
+    model = restored(job, run.checkpoints.open(debt.version), progressed)
     texts, tokens = [], []
     for number, prompt in enumerate(asked.prompts):
-        generator = torch.Generator().manual_seed(microbatch_seed(asked.seed, version.step, number))
+        generator = torch.Generator().manual_seed(microbatch_seed(asked.seed, debt.version.step, number))
         begun = encoded(encoder, prompt)
         end = encoder.coding.end_of_document
         found = list[int]()
@@ -77,11 +95,48 @@ def samples(run: Run, job: Job, version: Version, progressed: Progressed) -> tup
         tokens.append(found)
         texts.append(encoder.decode(np.array(found, encoder.coding.dtype)).decode(errors="replace"))
     about = {"prompts": list(asked.prompts), "texts": texts, "tokens": tokens, "temperature": asked.temperature, "seed": asked.seed}
-    return about, "; ".join(f"{prompt!r} → {text!r}" for prompt, text in zip(asked.prompts, texts, strict=True))
+    said = "; ".join(f"{prompt!r} → {text!r}" for prompt, text in zip(asked.prompts, texts, strict=True))
+    return about, f"{debt}: {said}"
 
 
-WORK: Mapping[str, Callable[[Run, Job, Version, Progressed], tuple[dict[str, Any], str]]] = {owed.EXPORT: export, owed.SAMPLES: samples}
-"""The function that performs each kind of debt.  It returns the document, and the end of the sentence that tells of it."""
+WORK: Mapping[str, Callable[[Run, Job, Debt, Progressed], Made]] = {owed.EXPORT: export, owed.SAMPLES: samples}
+"""The functions that make what any process can make, by its kind."""
+
+
+def validate_by_spare(
+    session: Session, device: torch.device, checkpoints: Checkpoints, version: Version, interrupted: Callable[[], bool]
+) -> None:
+    """Validates a checkpoint while the others train (``validation.by = "spares"``), and notes the result in the bucket, or that it failed.
+
+    The spare reads the checkpoint into a world of its own, on its own device, so the result has the bits that the members would have found.
+    It drops the work at the next slice or microbatch once it is ``interrupted`` by an order; the validation then stays owed.
+    """
+    run, debt = Run(session.job, checkpoints.store), Debt(version, owed.VALIDATION)
+
+    def make(progressed: Progressed) -> Made:
+        def asked() -> bool:
+            progressed()
+            return interrupted()
+
+        found = evaluate_between(session, device, checkpoints, version, asked)
+        return owed.validated(found, held_out_of(session)), f"{told_of(version.step, found)}, by this spare worker"
+
+    while True:
+        again_at = 0.0
+        try:
+            print(attempt(run, debt, make, traced=True)[0], flush=True)
+        except FencedOff as error:
+            print(f"the validation of {version} is dropped: {error}", flush=True)
+        except Unavailable as error:
+            print(f"the validation of {version} begins again in {AGAIN_S:g} s: {error}", flush=True)
+            again_at = time.monotonic() + AGAIN_S
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        while time.monotonic() < again_at and not interrupted():
+            time.sleep(0.1)
+        if not again_at or interrupted():
+            return
 
 
 def encoder_of(dataset: object) -> Encoder:
@@ -109,7 +164,8 @@ def generate(
     """
     tokens = torch.tensor([begun], dtype=torch.int64)
     for _ in range(most):
-        logits = logits_of(model, tokens if window is None else tokens[:, -window:])[0, -1].float()
+        seen = tokens if window is None else tokens[:, -window:]
+        logits = _logits(model(seen), seen, model)[0, -1].float()
         if temperature:
             chosen = torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)
         else:
@@ -120,12 +176,8 @@ def generate(
         tokens = torch.cat((tokens, chosen[None]), dim=1)
 
 
-def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Returns [1, seq, vocabulary].  Raises :class:`ModelError` for a model that returns something else."""
-    return _logits(model(tokens), tokens, model)
-
-
 def _logits(found: Any, tokens: Tensor, model: nn.Module) -> Tensor:
+    """Returns what the model has ``found`` for tokens, [1, seq, vocabulary].  Raises :class:`ModelError` if that is something else."""
     if not isinstance(found, Tensor) or found.dim() != 3 or found.shape[:2] != tokens.shape:
         what = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise ModelError(
@@ -171,23 +223,14 @@ def restored(job: Job, reader: Reader, progressed: Progressed = lambda: None) ->
     stored = {(each.kind, each.name): each for each in reader.tensors()}
     if lacking := [name for kind, name in named if (kind, name) not in stored]:
         raise ModelError(f"model = {job.model!r}: {lacking[0]!r} is not in the checkpoint; use the model of the run")
-    made: dict[int, Tensor] = {}
+    made = dict[int, Any]()
     for part, data in reader.read([stored[key].whole() for key in named]):
-        tensor = stored[part.kind, part.name]
+        tensor, there = stored[part.kind, part.name], named[part.kind, part.name]
         value = torch.frombuffer(bytearray(data), dtype=DTYPES[tensor.dtype]) if part.count else torch.empty(0, dtype=DTYPES[tensor.dtype])
-        made[id(named[part.kind, part.name])] = value.view(tensor.shape)
+        value = value.view(tensor.shape)
+        made[id(there)] = nn.Parameter(value, requires_grad=there.requires_grad) if isinstance(there, nn.Parameter) else value
         progressed()
     for module in model.modules():  # a weight that modules share stays shared
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, _parameter(made, parameter))
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, name, made[id(buffer)])
+        for held in (module._parameters, module._buffers):
+            held.update({name: made[id(each)] for name, each in held.items() if each is not None})
     return model.eval()
-
-
-def _parameter(made: dict[int, Tensor], parameter: nn.Parameter) -> nn.Parameter:
-    """Returns the parameter that takes the place of one on the meta device: the same for every module that has it."""
-    value = made[id(parameter)]
-    if not isinstance(value, nn.Parameter):
-        value = made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    return value

@@ -29,11 +29,11 @@ from elastic.protocol.commit_record import ENDS, GO_ON, CommitShape, Outcome, Sc
 from elastic.protocol.events import Broken, Ends, Evaluated, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.state.heal import Healing, home_of, nothing
-from elastic.train import spare_time
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, in_its_words, plainly, tell_where_all_stand, touch
 from elastic.train.context import Context
 from elastic.train.effects import Effects
+from elastic.train.errands import validate_by_spare
 from elastic.train.faults import Seat
 from elastic.train.inventory import decay_line, memory_line
 from elastic.train.machine.interface import interface
@@ -137,7 +137,7 @@ class Trainer(Controlled):
 
     def _evaluate(self, version: Version) -> None:
         """Validates a checkpoint and notes the result in the bucket, or that it failed; an order that comes meanwhile ends it."""
-        spare_time.evaluate(self.session, self.device, self.checkpoints, version, lambda: not self.orders.empty())
+        validate_by_spare(self.session, self.device, self.checkpoints, version, lambda: not self.orders.empty())
 
     def _live(self, plan: Plan, store: tuple[str, int]) -> None:
         """Lives through one generation, from its plan to its settlement."""

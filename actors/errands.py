@@ -400,7 +400,7 @@ class BySpares(Turn):
         )
         if surplus := waiting[: max(len(waiting) - (WAITING if self._by_spares else 0), 0)]:
             for debt in surplus:
-                self.tell(owed.give_up(self.run, debt, why))
+                self.tell(owed.failed(self.run, debt, Failure(why, last=True)))
             self.look()
 
     def _spare(self) -> WorkerId | None:
@@ -425,7 +425,7 @@ class BySpares(Turn):
         while not self.heard.empty():
             owed.note_told(self.run, Debt(self.heard.get(), self.kind))
         known = self.known()
-        for debt in owed.untold(self.run, self.kind, known.history.lineage):
+        for debt in owed.untold(self.run, known.history.lineage):
             if debt.version not in self._posted:
                 held_out = known.members.reference.held_out
                 with suppress(Damaged):  # its numbers are in the metrics all the same

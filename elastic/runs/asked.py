@@ -22,7 +22,6 @@ from typing import Any
 from elastic.config.sections import Export, Part, Samples, Validation
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.protocol.lineage import Lineage
 from elastic.runs.notes import Note, Notes
 from elastic.runs.run import Run
 from storage.errors import Damaged, Exists, Missing
@@ -33,16 +32,6 @@ SECTIONS: dict[str, type[Part]] = {EXPORT: Export, SAMPLES: Samples, VALIDATION:
 
 Sections = Mapping[str, Mapping[str, Any]]
 """The sections of what is asked, by kind.  A section that asks for nothing is left out."""
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Steps that were committed one after the other while a kind was asked equally often: those after ``after``, up to ``last``."""
-
-    after: int
-    last: int
-    every: int
-    """Number of steps from one multiple to the next; 0 if the kind was not asked."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +52,9 @@ class Asked:
         """Returns what is asked of the checkpoints of a generation."""
         return next((sections for before, sections in reversed(self.since) if before < generation), {})
 
-    def stretches(self, kind: str, lineage: Lineage, after: int = 0) -> list[Stretch]:
-        """Returns the stretches of the steps of ``lineage`` after step ``after``, in order.  All that a run had before is not its own."""
-        found = list[Stretch]()
-        for generation, last in lineage:
-            every = int(self.of(generation).get(kind, {}).get("every", 0))
-            if last <= after:
-                continue
-            if found and found[-1].every == every:
-                found[-1] = Stretch(found[-1].after, last, every)
-            else:
-                found.append(Stretch(found[-1].last if found else after, last, every))
-        return found
+    def every(self, kind: str, generation: int) -> int:
+        """Returns the number of steps from one multiple to the next at which a kind is asked of a generation; 0 if it is not asked."""
+        return int(self.of(generation).get(kind, {}).get("every", 0))
 
     def job(self, job: Job, version: Version) -> Job:
         """Returns ``job`` with the sections that are asked of ``version``.  Code that ``job`` gives as an object stays one."""

@@ -18,21 +18,22 @@ checkpoints of a fork's origin owe nothing to the fork.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from elastic.ids import Version
 from elastic.protocol.commit_record import Validated
 from elastic.protocol.lineage import Lineage, contains
-from elastic.report.metrics import numbers_of
 from elastic.runs import asked as recorded
 from elastic.runs import validations
 from elastic.runs.asked import EXPORT as EXPORT
 from elastic.runs.asked import SAMPLES as SAMPLES
+from elastic.runs.asked import SECTIONS, Asked
 from elastic.runs.asked import VALIDATION as VALIDATION
-from elastic.runs.asked import Asked, Stretch
 from elastic.runs.run import Run
 from storage.documents import seal, unseal
 from storage.errors import Damaged, Exists, Missing, StorageError
@@ -77,27 +78,9 @@ class Debt:
         return f"{self.kind} of step {self.version.step}"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Says what is special about a kind of debts."""
-
-    at_end: bool = True
-    """True if the checkpoint of the last step owes one in any case, and False if it owes none."""
-    tells: Callable[[Run, Version, Mapping[str, Any]], None] | None = None
-    """Stores what others are to find of a result, before it counts as done."""
-
-
-def _tell_metrics(run: Run, version: Version, about: Mapping[str, Any]) -> None:
-    numbers = numbers_of(about["mean"], about["count"], about["held_out"])
-    row = {"step": version.step, "generation": version.generation, "time": time.time(), **numbers}
-    validations.store(run.store, run.job.name, row)
-
-
-KINDS = {EXPORT: Kind(), SAMPLES: Kind(), VALIDATION: Kind(at_end=False, tells=_tell_metrics)}
-"""The kinds of debts.  The members validate the state after the last step themselves, and what they have stored is done."""
-
-
-def debts(run: Run, lineage: Lineage | None = None, asked: Asked | None = None, kinds: Iterable[str] = KINDS, end: int = 0) -> list[Debt]:
+def debts(
+    run: Run, lineage: Lineage | None = None, asked: Asked | None = None, kinds: Iterable[str] = SECTIONS, end: int = 0
+) -> list[Debt]:
     """Returns what the run owes of some ``kinds``, oldest first, with what was given up as long as its checkpoint is there.
 
     ``lineage`` is that of the run, ``asked`` is what it has recorded, and ``end`` is its last step; without them, they are read from the
@@ -107,20 +90,19 @@ def debts(run: Run, lineage: Lineage | None = None, asked: Asked | None = None, 
     if not (wanted := [kind for kind in asked.kinds if kind in kinds]):
         return []
     lineage = run.standing(0, 0.0).history.lineage if lineage is None else lineage
-    known, found, end = _Good(run, lineage), list[Debt](), end or run.last_step
+    good, found = _Good(run, lineage, end or run.last_step), list[Debt]()
     for kind in wanted:
-        done, failed = _noted(run, kind, lineage)
-        given_up = [debt for debt in failed.values() if debt.given_up]
-        settled = {*done, *(debt.version for debt in given_up)}
-        due = set[Version]()
-        for stretch in asked.stretches(kind, lineage, known.since):
-            due |= {*known.firsts(stretch, {version.step for version in settled})}
-            if stretch.after < end <= stretch.last:
-                last = {*known.at(end)} if stretch.every else set[Version]()
-                due = due | last if KINDS[kind].at_end else due - last if end == run.job.steps else due
-        left = [failed.get(version, Debt(version, kind)) for version in due - settled]
-        found += [debt for debt in left if not run.store.exists(_done(run, debt))]  # it may be too new to be listed
-        found += [debt for debt in given_up if debt.version in known.at(debt.version.step)]
+        noted = _notes(run, kind, lineage)
+        done = {version for version, names in noted.items() if "done" in names}
+        if kind == VALIDATION:  # the members may have made it
+            done.update(version for version in validations.stored(run.store, run.job.name) if contains(lineage, version))
+        failed = (version for version, names in noted.items() if "failed" in names and version not in done)
+        tried = {version: _with_failures(run, Debt(version, kind)) for version in failed}
+        given_up = [debt for debt in tried.values() if debt.given_up]
+        settled = {version.step for version in done}.union(debt.version.step for debt in given_up)
+        left = [tried.get(version, Debt(version, kind)) for version in good.owing(asked, kind, settled)]
+        found += [debt for debt in left if not run.store.exists(_key(run, debt, "done"))]  # it may be too new to be listed
+        found += [debt for debt in given_up if debt.version == good.at(debt.version.step)]
     return sorted(found)
 
 
@@ -129,30 +111,30 @@ def needed(found: Iterable[Debt]) -> frozenset[Version]:
     return frozenset(debt.version for debt in found if not debt.given_up)
 
 
-def result(run: Run, debt: Debt) -> dict[str, Any]:
-    """Returns the document of what is done.  Raises :class:`~storage.errors.Missing` if it is not done."""
-    key = _done(run, debt)
+def result(run: Run, debt: Debt, name: str = "done") -> dict[str, Any]:
+    """Returns the document of what is done, or another one of the debt.  Raises :class:`~storage.errors.Missing` if there is none."""
+    key = _key(run, debt, name)
     return unseal(run.store.get(key), run.store.full_name(key), FORMAT)
 
 
 def note_done(run: Run, debt: Debt, about: Mapping[str, Any]) -> bool:
     """Notes that it is done, with its result.  Returns False if somebody else has noted it before."""
-    if (tells := KINDS[debt.kind].tells) is not None:
-        tells(run, debt.version, about)
+    if debt.kind == VALIDATION:  # before it counts as done
+        validations.store_late(run.store, run.job.name, debt.version, about["mean"], about["count"], about["held_out"])
     try:
-        run.store.put_if_absent(_done(run, debt), seal({"format": FORMAT, **about}))
+        run.store.put_if_absent(_key(run, debt, "done"), seal({"format": FORMAT, **about}))
     except Exists:
         return False
     finally:
         with suppress(StorageError, OSError):
-            run.store.delete(_progress(run, debt))
+            run.store.delete(_key(run, debt, "progress"))
     return True
 
 
 def note_told(run: Run, debt: Debt) -> None:
     """Notes that the journal knows the result."""
     with suppress(Exists):
-        run.store.put_if_absent(f"{_folder(run, debt)}/told.json", seal({"format": FORMAT}))
+        run.store.put_if_absent(_key(run, debt, "told"), seal({"format": FORMAT}))
 
 
 class Progress:
@@ -171,42 +153,32 @@ class Progress:
         if time.monotonic() >= self._next:
             with suppress(StorageError, OSError):
                 about = {"format": FORMAT, "count": self._count, "at": time.time()}
-                self._run.store.put(_progress(self._run, self._debt), seal(about))
+                self._run.store.put(_key(self._run, self._debt, "progress"), seal(about))
             self._next = time.monotonic() + self._every_s
 
 
 def progress(run: Run, debt: Debt) -> tuple[int, float]:
     """Returns what :class:`Progress` has noted last: the number of parts that were done, and the time; zeros if it has noted nothing."""
-    key = _progress(run, debt)
     try:
-        about = unseal(run.store.get(key), run.store.full_name(key), FORMAT)
+        about = result(run, debt, "progress")
     except (Missing, Damaged):
         return 0, 0.0
     return about["count"], about["at"]
 
 
 def failed(run: Run, debt: Debt, failure: Failure) -> str:
-    """Notes that an attempt has failed, and returns the sentence that says so."""
-    debt = _note_failure(run, debt, failure)
-    tries = f"given up after {len(debt.failures)} attempts; {AGAIN}"
-    return f"{debt} failed: {failure.why}; {tries if debt.given_up else 'again soon'}"
-
-
-def give_up(run: Run, debt: Debt, why: str) -> str:
-    """Notes that nobody tries it again unasked, and returns the sentence that says so."""
-    return f"{_note_failure(run, debt, Failure(why, last=True))} is given up: {why}; {AGAIN}"
-
-
-def _note_failure(run: Run, debt: Debt, failure: Failure) -> Debt:
-    """Notes that an attempt has failed, and returns the debt with all that have."""
+    """Notes that an attempt has failed, or is the last one, and returns the sentence that says so."""
     noted = _failures(run, debt)
     about = {"format": FORMAT, "why": failure.why, "died": failure.died, **({"last": True} if failure.last else {})}
     while True:
-        try:
+        with suppress(Exists):  # of another process, which tries it too
             noted.add(noted.newest() + 1, about)
-        except Exists:  # of another process, which tries it too
-            continue
-        return _with_failures(run, debt)
+            break
+    debt = _with_failures(run, debt)
+    if failure.last:
+        return f"{debt} is given up: {failure.why}; {AGAIN}"
+    tries = f"given up after {len(debt.failures)} attempts; {AGAIN}"
+    return f"{debt} failed: {failure.why}; {tries if debt.given_up else 'again soon'}"
 
 
 def validated(found: Validated, held_out: str) -> dict[str, Any]:
@@ -221,38 +193,31 @@ def found(about: Mapping[str, Any]) -> Validated:
 
 def stands(run: Run, debt: Debt) -> tuple[bool, int]:
     """Returns whether it is done, and how many attempts have failed."""
-    return run.store.exists(_done(run, debt)), len(_failures(run, debt).numbers())
+    return run.store.exists(_key(run, debt, "done")), len(_failures(run, debt).numbers())
 
 
-def untold(run: Run, kind: str, lineage: Lineage) -> list[Debt]:
-    """Returns what is done of a kind and may be unknown to the journal, oldest first."""
-    noted = _notes(run, kind)
-    return sorted(
-        Debt(version, kind)
-        for version, names in noted.items()
-        if "done.json" in names and "told.json" not in names and contains(lineage, version)
-    )
+def untold(run: Run, lineage: Lineage) -> list[Debt]:
+    """Returns the validations that are done and may be unknown to the journal, oldest first."""
+    noted = _notes(run, VALIDATION, lineage)
+    return sorted(Debt(version, VALIDATION) for version, names in noted.items() if "done" in names and "told" not in names)
 
 
-def sentence(owed: Iterable[Debt]) -> str:
+def sentence(owed: Collection[Debt]) -> str:
     """Returns what is owed and what was given up, in words; "" if it is nothing."""
-    owed = list(owed)
-    open_, given_up = ([debt for debt in owed if debt.given_up is wanted] for wanted in (False, True))
-    parts = [f"owed: {_listed(map(str, open_))}"] if open_ else []
-    why = (f"{debt} ({debt.failures[-1].why})" for debt in given_up)
-    return "; ".join([*parts, f"given up: {_listed(why)}"] if given_up else parts)
+    given_up = [f"{debt} ({debt.failures[-1].why})" for debt in owed if debt.given_up]
+    parts = {"owed": [str(debt) for debt in owed if not debt.given_up], "given up": given_up}
+    return "; ".join(f"{words}: {_listed(names)}" for words, names in parts.items() if names)
 
 
 def left(owed: Iterable[Debt], finished: bool) -> str:
     """Returns the sentence of a run that ends, having ``finished`` or not, and leaves debts that nobody has given up; "" without any."""
-    if not (said := sentence(debt for debt in owed if not debt.given_up)):
+    if not (said := sentence([debt for debt in owed if not debt.given_up])):
         return ""
     before = "" if finished else "it is done when the run goes on; before that, "
     return f"{said}; {before}`elastic owed --pay` does it"
 
 
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
+def _listed(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
 
@@ -260,55 +225,48 @@ def _listed(names: Iterable[str]) -> str:
 class _Good:
     """The good checkpoints of a run itself that are on its lineage; each step is looked at once, and only if it is asked for."""
 
-    def __init__(self, run: Run, lineage: Lineage) -> None:
-        self._checkpoints, self._lineage = run.checkpoints, lineage
-        inherited = run.checkpoints.inherited
-        self.since = max((version.step for version in inherited), default=0)
+    def __init__(self, run: Run, lineage: Lineage, end: int) -> None:
+        self._run, self._lineage, self._end = run, lineage, end
+        self._since = max((version.step for version in run.checkpoints.inherited), default=0)
         """The step up to which all is of the run that this one was forked from."""
-        self._steps = [step for step in run.checkpoints.steps() if step > self.since]
-        self._known: dict[int, list[Version]] = {}
+        self._steps = {step for step in run.checkpoints.steps() if step > self._since}
+        self.at = cache(self._at)
+        """Returns the good checkpoint of a step, or None."""
 
-    def at(self, step: int) -> list[Version]:
-        """Returns the good checkpoint of a step, if there is one."""
-        if step not in self._steps:
-            return []
-        if step not in self._known:
-            listed = self._checkpoints.at(step)
-            self._known[step] = [each.version for each in listed if each.good and contains(self._lineage, each.version)]
-        return self._known[step]
+    def _at(self, step: int) -> Version | None:
+        listed = self._run.checkpoints.at(step) if step in self._steps else []
+        return next((each.version for each in listed if each.good and contains(self._lineage, each.version)), None)
 
-    def firsts(self, stretch: Stretch, settled: Iterable[int]) -> list[Version]:
-        """Returns the first good checkpoint at or after each multiple in a stretch, but for those after a step that is ``settled``.
+    def owing(self, asked: Asked, kind: str, settled: set[int]) -> Iterator[Version]:
+        """Yields the first good checkpoint at or after each multiple, and that of the last step, except for steps that are ``settled``.
 
-        Later checkpoints do not take the place of one that was settled and is deleted by now.  The last step settles none before it.
+        The multiples of a setting begin after the step at which it began.  Later checkpoints do not take the place of one that was settled
+        and is deleted by now.  The last step settles none before it.
         """
-        every, periods, first = stretch.every, dict[int, list[int]](), dict[int, int]()
-        for step in self._steps if every else ():
-            if stretch.after < step // every * every and step <= stretch.last:
-                periods.setdefault(step // every, []).append(step)
-        for step in sorted(settled) if every else ():
-            if stretch.after < step <= stretch.last:
-                first.setdefault(step // every, step)
-        before = ([step for step in steps if step < first.get(number, step + 1)] for number, steps in periods.items())
-        found = (next((v for step in steps for v in self.at(step)), None) for steps in before)
-        return [version for version in found if version is not None]
+        steps, before, after = sorted(self._steps | settled), self._since, self._since
+        every, answered = 0, set[int]()
+        for generation, last in self._lineage:
+            if (now := asked.every(kind, generation)) != every:
+                every, after = now, before
+            for step in steps[bisect(steps, before) : bisect(steps, last)] if every else ():
+                multiple = step // every * every
+                due = after < multiple and multiple not in answered
+                if step == self._end:  # the members validate the state after the last step of the job themselves
+                    due = kind != VALIDATION or (due and step != self._run.job.steps)
+                there = self.at(step) if due and step not in settled else None
+                if there is not None:
+                    yield there
+                if there is not None or step in settled:
+                    answered.add(multiple)
+            before = max(before, last)
 
 
-def _noted(run: Run, kind: str, lineage: Lineage) -> tuple[set[Version], dict[Version, Debt]]:
-    """Returns what is done of a kind, and the debts of which an attempt has failed; both of the surviving lineage."""
-    noted = {version: names for version, names in _notes(run, kind).items() if contains(lineage, version)}
-    done = {version for version, names in noted.items() if "done.json" in names}
-    if kind == VALIDATION:
-        done |= {version for version in validations.stored(run.store, run.job.name) if contains(lineage, version)}
-    failed = (version for version, names in noted.items() if version not in done and any(name.startswith("failed/") for name in names))
-    return done, {version: _with_failures(run, Debt(version, kind)) for version in failed}
-
-
-def _notes(run: Run, kind: str) -> dict[Version, set[str]]:
-    """Returns the names of the documents of each debt of a kind."""
+def _notes(run: Run, kind: str, lineage: Lineage) -> dict[Version, set[str]]:
+    """Returns the names of the documents of each debt of a kind that is on the lineage."""
     found = dict[Version, set[str]]()
-    for each in run.store.matching(f"{run.job.name}/owed/{kind}/", r"(\d+)-(\d+)/(\w+[.]json|failed/\d+[.]json)"):
-        found.setdefault(Version(int(each[1]), int(each[2])), set()).add(each[3])
+    for each in run.store.matching(f"{run.job.name}/owed/{kind}/", r"(\d+)-(\d+)/(\w+)(/\d+)?[.]json"):
+        if contains(lineage, version := Version(int(each[1]), int(each[2]))):
+            found.setdefault(version, set()).add(each[3])
     return found
 
 
@@ -317,16 +275,12 @@ def _with_failures(run: Run, debt: Debt) -> Debt:
     return Debt(debt.version, debt.kind, tuple(Failure(each["why"], each["died"], each.get("last", False)) for each in noted))
 
 
+def _key(run: Run, debt: Debt, name: str) -> str:
+    return f"{_folder(run, debt)}/{name}.json"
+
+
 def _folder(run: Run, debt: Debt) -> str:
     return f"{run.job.name}/owed/{debt.kind}/{debt.version.step:012d}-{debt.version.generation:06d}"
-
-
-def _done(run: Run, debt: Debt) -> str:
-    return f"{_folder(run, debt)}/done.json"
-
-
-def _progress(run: Run, debt: Debt) -> str:
-    return f"{_folder(run, debt)}/progress.json"
 
 
 def _failures(run: Run, debt: Debt) -> Numbered:

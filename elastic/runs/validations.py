@@ -8,11 +8,12 @@ finds the best of a hundred thousand steps, and reads no row.
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 
 from elastic.ids import Version
 from elastic.report.best import Loss
-from elastic.report.metrics import VALIDATION, Row, json_line
+from elastic.report.metrics import VALIDATION, Row, json_line, numbers_of
 from storage.errors import Exists
 from storage.objects import ObjectStore
 
@@ -27,6 +28,12 @@ def store(bucket: ObjectStore, run: str, row: Row) -> None:
     text = json_line({name: row[name] for name in TOLD if name in row})
     with suppress(Exists):
         bucket.put_if_absent(f"{run}/validations/{_name_of(row)}", f"{text}\n".encode())
+
+
+def store_late(bucket: ObjectStore, run: str, version: Version, mean: float, count: int, held_out: str) -> None:
+    """Writes the object of a validation that comes after the row of its step, on the samples that ``held_out`` tells from others."""
+    row: Row = {"step": version.step, "generation": version.generation, "time": time.time(), **numbers_of(mean, count, held_out)}
+    store(bucket, run, row)
 
 
 def stored(bucket: ObjectStore, run: str) -> dict[Version, tuple[str, Loss]]:

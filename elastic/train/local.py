@@ -355,8 +355,7 @@ class _Local:
         if self.rows:
             self.rows[-1] = with_validation(self.rows[-1], found, held_out)
         elif version not in validations.stored(self.run.store, self.run.job.name):  # else it is a measurement that was made before
-            row: Row = {"step": version.step, "generation": version.generation, "time": time.time()}
-            validations.store(self.run.store, self.run.job.name, with_validation(row, found, held_out))
+            validations.store_late(self.run.store, self.run.job.name, version, found.mean, found.count, held_out)
 
     def _healed(self) -> State:
         """Returns the state of the newest readable checkpoint.  A damaged checkpoint is quarantined, and never read again."""

@@ -106,16 +106,16 @@ def test_spares_owe_validations_but_that_of_the_last_step() -> None:
         save(run, step)
     assert listed(run) == ["validation 12"] and [run.job.validates(step) for step in (10, 12, 20)] == [False, False, True]
     (debt,) = owed.debts(run)
-    assert owed.stands(run, debt) == (False, 0) and owed.untold(run, owed.VALIDATION, ((1, 20),)) == []
+    assert owed.stands(run, debt) == (False, 0) and owed.untold(run, ((1, 20),)) == []
     owed.failed(run, debt, Failure("no such thing"))
     assert owed.stands(run, debt) == (False, 1)
     assert [owed.note_done(run, debt, owed.validated(Validated(0.1, 3), HELD_OUT)) for _ in range(2)] == [True, False]
-    assert owed.stands(run, debt) == (True, 1) and listed(run) == [] and owed.untold(run, owed.VALIDATION, ((1, 20),)) == [debt]
+    assert owed.stands(run, debt) == (True, 1) and listed(run) == [] and owed.untold(run, ((1, 20),)) == [debt]
     about = owed.result(run, debt)
     assert owed.found(about) == Validated(0.1, 3) and about["held_out"] == HELD_OUT
     owed.note_told(run, debt)
     owed.note_told(run, debt)
-    assert owed.untold(run, owed.VALIDATION, ((1, 20),)) == [] == listed(run)
+    assert owed.untold(run, ((1, 20),)) == [] == listed(run)
     control = run_of(steps=20, export={}, validation={"every": 10})
     for step in (8, 12, 20):
         save(control, step)
@@ -153,7 +153,7 @@ def test_one_process_that_trains_alone_says_what_it_leaves(tmp_path: Path) -> No
     assert launch(run.job, local=True, show=said.append, branch=True).state == "Finished"
     left = [line.text for line in said if isinstance(line, Sentence) and "owed" in line.text]
     assert left == ["owed: validation of step 2; `elastic owed --pay` does it"]
-    owed.give_up(again, Debt(Version(2, 1), owed.VALIDATION), "the test")
+    owed.failed(again, Debt(Version(2, 1), owed.VALIDATION), Failure("the test", last=True))
     said.clear()
     assert launch(run.job.replace(steps=7), local=True, show=said.append, branch=True).state == "Finished"
     assert not [line.text for line in said if isinstance(line, Sentence) and "owed" in line.text]

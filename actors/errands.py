@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -116,8 +115,7 @@ class Errands:
         self.job, self.code, self.known, self.tell = job, code, known, tell
         self.run, self.claim = Run(job, run.store), claim
         self.post, self.order = post, order
-        asked.begin(self.run, known().generation, claim)
-        self.asked = asked.of(self.run)
+        self.asked = asked.begin(self.run, known().generation, claim)
         self.found: list[Debt] = []
         """The debts that are open or were given up, oldest first, as they were found last."""
         self.makers: dict[str, Process | Spares] = {
@@ -128,6 +126,8 @@ class Errands:
         self._again_at = dict[str, float]()
         """The time of the next attempt of each kind that has failed."""
         self.paid = 0
+        self.heard = set[Version]()
+        """The validations that the journal knows."""
         self.wanted, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._moving = set[Debt]()
@@ -143,6 +143,11 @@ class Errands:
         """The debts that were not given up, oldest first."""
         return [debt for debt in self.found if not debt.given_up]
 
+    @property
+    def _able(self) -> list[Debt]:
+        """The open debts that can be paid at the end of the run: spares are gone by then."""
+        return [debt for debt in self.open if debt.kind != owed.VALIDATION]
+
     def begin(self) -> None:
         """Begins to look for debts, first for those that earlier coordinators have left."""
         if self.makers:
@@ -154,9 +159,7 @@ class Errands:
 
     def note(self, event: Event) -> None:
         """Takes note of what was recorded in the journal: it knows a validation now, or refuses it."""
-        if isinstance(spares := self.makers.get(owed.VALIDATION), Spares):
-            for version in (each.version for each in parts(event) if isinstance(each, Evaluated)):
-                spares.heard.put(version)
+        self.heard.update(each.version for each in parts(event) if isinstance(each, Evaluated))
 
     def finish(self, finished: bool, inbox: Inbox) -> None:
         """Ends, when the run is over.
@@ -178,7 +181,9 @@ class Errands:
         if said := owed.left(self.open, finished):
             self.tell(said)
         if finished and self.paid and self.job.keep().last:
-            self._delete()
+            rounds = Retention(self.run, self.claim, self.tell)
+            for _ in range(2):  # no save follows after which the checkpoints that were kept only for what was owed would be deleted
+                rounds.round()
 
     def find(self) -> None:
         """Looks what is owed, and what follows from that."""
@@ -231,13 +236,13 @@ class Errands:
                 self.tell(said)
 
     def _work_off(self, inbox: Inbox) -> None:
-        """Pays what is owed without spares, which are gone by now, until nothing makes progress any more or a stop is asked for."""
+        """Pays what can be paid, until nothing makes progress any more or a stop is asked for."""
         self._go_on()
-        if able := [debt for debt in self.open if debt.kind != owed.VALIDATION]:
-            self.tell(f"{owed.sentence(able)}; that is done now, and Ctrl-C leaves it for later")
+        if said := owed.sentence(self._able):
+            self.tell(f"{said}; that is done now, and Ctrl-C leaves it for later")
         wait_s = self.job.deadlines.wait_s
         patience = Patience(self._stands, wait_s)
-        while (self.attempts or any(debt.kind != owed.VALIDATION for debt in self.open)) and not _stops(inbox):
+        while (self.wanted.is_set() or self.attempts or self._able) and not _stops(inbox):
             time.sleep(POLL_S)
             self._go_on()
             if patience.is_over():
@@ -251,13 +256,6 @@ class Errands:
             self._moving.add(debt)
             self.tell(f"{debt} makes progress, and is waited for however long it takes")
         return self.paid, under_way
-
-    def _delete(self) -> None:
-        """Deletes the checkpoints that were kept only for what was owed: no save follows after which that would happen."""
-        rounds = Retention(self.run, self.claim, self.tell)
-        for _ in range(2):
-            rounds.round()
-        rounds.close()
 
 
 class Patience:
@@ -325,8 +323,6 @@ class Spares:
 
     def __init__(self, errands: Errands) -> None:
         self.errands, self.run = errands, errands.run
-        self.heard: SimpleQueue[Version] = SimpleQueue()
-        """The validations that the journal knows and that are not noted as told."""
         self._posted = set[Version]()
         self._warned = False
         rule = errands.job.validation
@@ -361,7 +357,7 @@ class Spares:
         if known.over or spare not in known.workers or (known.plan is not None and spare in known.plan.ranks):
             return DROPPED
         done, failures = owed.stands(self.run, debt)
-        if failures > len(debt.failures):
+        if failures > len(debt.failures) and not done:
             return f"{debt} failed on {spare}; its log says why", False
         return ("", True) if done else None
 
@@ -390,11 +386,11 @@ class Spares:
         """Posts the validations that no journal may know: also of a spare that got a seat or was lost before anybody looked, and those
         that an earlier coordinator has not heard of before it died.  A validation on other samples than those of now is not posted.
         """
-        while not self.heard.empty():
-            owed.note_told(self.run, Debt(self.heard.get(), owed.VALIDATION))
         known = self.errands.known()
         for debt in owed.untold(self.run, known.history.lineage):
-            if debt.version not in self._posted:
+            if debt.version in self.errands.heard:
+                owed.note_told(self.run, debt)
+            elif debt.version not in self._posted:
                 held_out = known.members.reference.held_out
                 with suppress(Damaged):  # its numbers are in the metrics all the same
                     about = owed.result(self.run, debt)

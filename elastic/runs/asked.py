@@ -94,22 +94,25 @@ def sections_of(job: Mapping[str, Any]) -> Sections:
     return {kind: each for kind, each in found.items() if each.get("every", 0) and not (kind == VALIDATION and by_members)}
 
 
-def begin(run: Run, generation: int, claim: int) -> None:
+def begin(run: Run, generation: int, claim: int) -> Asked:
     """Records what the run's job asks of the checkpoints of generations after ``generation``, unless the run's notes say that already.
+
+    Returns what the run has recorded then.
 
     Of a run that nobody has recorded it for, it counts for all checkpoints since the newest branch.  Whoever has claimed the run as
     ``claim`` calls it before its first checkpoint.
     """
-    now = sections_of(run.job.model_dump(mode="json"))
+    now, recorded = sections_of(run.job.model_dump(mode="json")), of(run)
     while True:
         newest = (notes := _notes(run)).newest()
         is_known = newest > 0 or run.branches.first.asked  # notes of an older release do not say all that the run asked
-        if is_known and of(run).of(generation + 1) == now:
-            return
-        since = generation if is_known else of(run).since[-1][0]
+        if is_known and recorded.of(generation + 1) == now:
+            return recorded
+        since = generation if is_known else recorded.since[-1][0]
         with suppress(Exists):  # of a coordinator that this one has replaced: the newer claim counts
             notes.add(newest + 1, Recorded(generation=since, claim=claim, sections=now))
-            return
+            return of(run)
+        recorded = of(run)
 
 
 def _notes(run: Run) -> Notes[Recorded]:

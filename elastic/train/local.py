@@ -217,8 +217,7 @@ class _Local:
         self.story = Story(run.job.steps, run.job.loss)
         self.health, self.skips, self.watched = start.health, start.skips, run.job.rules().watch
         self.retention = Retention(run, self.incarnation, self.show_sentence)
-        recorded.begin(run, start.generation, self.incarnation)
-        self.asked = recorded.of(run)
+        self.asked = recorded.begin(run, start.generation, self.incarnation)
         self.step = 0
         """The last step that is done."""
         self.rows: list[Row] = []

@@ -183,7 +183,7 @@ def _add_run_commands(parsers: Any) -> None:
     metrics.add_argument("--csv", action="store_true", help="print them as CSV")
     report = _takes_job(parsers, "report", "commands:report", "write a page with plots of a run: loss, speed, incidents, checkpoints")
     report.add_argument("--to", type=Path, metavar="FILE.html", help="the page (default: <name>-report.html in this folder)")
-    report.add_argument("--png", type=Path, metavar="FILE.png", help="a picture of the plots, too; needs matplotlib")
+    report.add_argument("--png", type=Path, metavar="FILE.png", help="a picture of the plots, too")
 
 
 def _add_shown(parser: PlainParser) -> None:

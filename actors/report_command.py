@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -29,26 +28,25 @@ from storage.errors import StorageError
 
 LEARNT = ("step", "final", "loss", "norm", "lr", "tokens", "validation_loss", "validation_data")
 """The numbers that a fork's page shows of its origin's steps: what was learnt, and not when."""
-FIX = "pip install 'elastic-train[report]'"
 
 
 def report(job: Job, to: Path | None, png: Path | None) -> int:
     """Writes the page of the run to ``to``, by default a file named after the run in this folder, and a picture to ``png``.
 
-    Raises :class:`JobError` if there is no such run, a file cannot be written, or the package that draws pictures is missing.
+    Raises :class:`JobError` if there is no such run, or if a file cannot be written.
     """
     to = to or Path(f"{job.name}-report.html")
     _check(to, "--to", (".html", ".htm"))
     if png is not None:
         _check(png, "--png", (".png",))
-        draw = _drawing()
+    from elastic.report.page.draw import png_of
     from elastic.report.page.html import html_of
 
     run = Run.begun(job)
     page = page_of(facts_of(run, job.keep(), time.time()))
     _write(to, "--to", html_of(page).encode())
     if png is not None:
-        _write(png, "--png", draw(page))
+        _write(png, "--png", png_of(page))
     return 0
 
 
@@ -99,14 +97,6 @@ def _branch(one: branches.Branch) -> Branch:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _drawing() -> Callable[[Any], bytes]:
-    try:
-        from elastic.report.page.png import png_of
-    except ImportError as error:
-        raise JobError(f"--png needs the package {error.name}, which is not installed: {FIX}, or leave --png out") from None
-    return png_of
 
 
 def _check(path: Path, option: str, endings: tuple[str, ...]) -> None:

@@ -35,15 +35,6 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def size_text(size: float) -> str:
-    """Returns a number of bytes as text."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"
-
-
 def when(at: float) -> str:
     """Returns a wall-clock time as text, in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at)) if math.isfinite(at) and at > 0 else ""

@@ -102,9 +102,9 @@ def begin(run: Run, generation: int, claim: int) -> Asked:
     Of a run that nobody has recorded it for, it counts for all checkpoints since the newest branch.  Whoever has claimed the run as
     ``claim`` calls it before its first checkpoint.
     """
-    now, recorded = sections_of(run.job.model_dump(mode="json")), of(run)
+    now = sections_of(run.job.model_dump(mode="json"))
     while True:
-        newest = (notes := _notes(run)).newest()
+        newest, recorded = (notes := _notes(run)).newest(), of(run)
         is_known = newest > 0 or run.branches.first.asked  # notes of an older release do not say all that the run asked
         if is_known and recorded.of(generation + 1) == now:
             return recorded
@@ -112,7 +112,6 @@ def begin(run: Run, generation: int, claim: int) -> Asked:
         with suppress(Exists):  # of a coordinator that this one has replaced: the newer claim counts
             notes.add(newest + 1, Recorded(generation=since, claim=claim, sections=now))
             return of(run)
-        recorded = of(run)
 
 
 def _notes(run: Run) -> Notes[Recorded]:

@@ -49,8 +49,9 @@ IMPORTS = {
         ("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")
     ),
     "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
-    "elastic.report.page": Row(("elastic.report.*", "elastic.ids")),
-    "elastic.report.page.png": Row(("elastic.report.page.*",), ("matplotlib",)),
+    "elastic.report.page": Row(("elastic.report.*", "elastic.ids", "elastic.plan.copy_budget"), ("numpy",)),
+    "elastic.report.page.draw": Row(("elastic.report.*",), ("matplotlib", "numpy")),
+    "elastic.report.page.html": Row(("elastic.report.*", "elastic.plan.copy_budget"), ("jinja2",)),
     "elastic.config": Row(
         ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.objects", "elastic.sim.faults", "storage.objects.urls"),
         ("pydantic",),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic.ids import Version
 from elastic.report.page.series import Bucket, Columns
@@ -59,12 +59,10 @@ class Facts:
     @property
     def reached(self) -> int:
         """The newest step of which there is a row; 0 without any."""
-        last = self.columns.last("step")
-        return int(last) if math.isfinite(last) else 0
+        return int(self.columns.finite("step").max(initial=0))
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """One number that matters, with what it is and a remark."""
 
     label: str
@@ -72,8 +70,7 @@ class Tile:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of a plot.  ``look`` is "raw", "main", "points" or "stairs"."""
 
     name: str
@@ -81,17 +78,15 @@ class Line:
     points: Sequence[Bucket]
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """The moments at about ``x``: their number, and the texts of the first ones."""
 
     x: float
-    count: int
+    number: int
     texts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """A row of marks below a plot."""
 
     name: str
@@ -105,7 +100,6 @@ class Chart:
 
     key: str
     title: str
-    unit: str
     x_unit: str
     x_range: tuple[float, float]
     lines: Sequence[Line]
@@ -116,19 +110,8 @@ class Chart:
     told: str = ""
     """The sentence that says in words what the plot shows."""
 
-    @property
-    def y_range(self) -> tuple[float, float]:
-        """The least and the greatest number of all lines, or 0 if that is asked for and the axis is not logarithmic.  It is never empty."""
-        low = min((each.low for line in self.lines for each in line.points), default=0.0)
-        high = max((each.high for line in self.lines for each in line.points), default=1.0)
-        if self.from_zero and not self.log:
-            low = min(low, 0.0)
-        room = 0.0 if high > low else abs(high) / 10 or 1.0
-        return low - room, high + room
 
-
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """A part of the time."""
 
     name: str
@@ -138,31 +121,13 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table.  ``numbers`` are the columns that hold numbers; ``folded`` tables are shown when they are asked for."""
-
-    key: str
-    title: str
-    told: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: frozenset[int] = frozenset()
-    folded: bool = False
-
-
-@dataclass(frozen=True)
 class Page:
-    """The page: what it says first, then its parts, from top to bottom."""
+    """The page: the facts, and what is computed of them.  The tables show the facts as they are."""
 
+    facts: Facts
     name: str
     lead: str
-    about: str
-    """The sentence with the times of the run and of the page."""
+    """The sentence that says where the run stands."""
     tiles: Sequence[Tile]
     charts: Sequence[Chart]
     shares: Sequence[Share]
-    shares_told: str
-    tables: Sequence[Table]
-    notes: Sequence[str] = field(default=())
-    error: str = ""
-    """The traceback that ended the run; "" without one."""

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from storage.documents import seal, unseal
 from storage.errors import Damaged, Missing
 from storage.objects import ObjectStore
 
+T = TypeVar("T")
 NAME = r"(\d{6,})[.]json"
 """Matches the name of a document, and its number."""
 
 
-@dataclass(frozen=True)
-class Numbered:
-    """The documents in one folder, of formats up to ``newest_known``.  The first one has the number ``first``."""
+@dataclass
+class Numbered(Generic[T]):
+    """The documents in one folder, of formats up to ``newest_known``.  The first one has the number ``first``.
+
+    A document never changes, so each is read once; whoever lists the folder again learns of new ones.
+    """
 
     store: ObjectStore
     folder: str
@@ -25,6 +29,9 @@ class Numbered:
     first: int = 1
     fix: str = "put it back from a copy, or remove it"
     """The words that say what to do about a damaged one."""
+    of: Callable[[dict[str, Any]], T] = dict  # type: ignore[assignment]
+    """Makes of the content of a document what readers get; by default they get the content."""
+    _known: dict[int, T] = field(default_factory=dict, init=False, repr=False)
 
     def numbers(self) -> list[int]:
         """Returns the numbers of those that are there.  The newest are asked for by name, since some buckets list new objects late."""
@@ -40,25 +47,29 @@ class Numbered:
         """Returns the number of the newest one, or 0."""
         return max(self.numbers(), default=0)
 
-    def read(self, number: int) -> dict[str, Any]:
-        """Returns one of them.  Raises :class:`~storage.errors.Damaged` or :class:`~storage.errors.BadFormat`."""
-        key = self._key(number)
-        try:
-            return unseal(self.store.get(key), self.store.full_name(key), self.newest_known)
-        except Damaged as error:
-            raise Damaged(error.object, error.expected, error.found, self.fix) from None
+    def read(self, number: int) -> T:
+        """Returns one of them.  Raises :class:`Missing`, :class:`Damaged` or :class:`~storage.errors.BadFormat`."""
+        if number not in self._known:
+            key = self._key(number)
+            try:
+                self._known[number] = self.of(unseal(self.store.get(key), self.store.full_name(key), self.newest_known))
+            except Damaged as error:
+                raise Damaged(error.object, error.expected, error.found, self.fix) from None
+        return self._known[number]
 
-    def every(self) -> list[dict[str, Any]]:
+    def find(self, number: int) -> T | None:
+        """Returns one of them, or None if it is not there or damaged."""
+        with suppress(Missing, Damaged):
+            return self.read(number)
+        return None
+
+    def every(self) -> list[T]:
         """Returns all of them, oldest first."""
         return [self.read(number) for number in range(self.first, self.newest() + 1)]
 
-    def intact(self) -> list[dict[str, Any]]:
+    def intact(self) -> list[T]:
         """Returns those that are not damaged, oldest first: for what a run can do without."""
-        found = list[dict[str, Any]]()
-        for number in sorted(self.numbers()):
-            with suppress(Damaged, Missing):
-                found.append(self.read(number))
-        return found
+        return [found for number in sorted(self.numbers()) if (found := self.find(number)) is not None]
 
     def add(self, number: int, about: Mapping[str, Any]) -> None:
         """Creates one.  Raises :class:`~storage.errors.Exists` if there is one of that number."""

@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def older(job: Job, number: int = 1) -> None:
     """Writes a document about the code as older releases did, with the files of the held-out data among the others."""
     run = Run.find(job)
-    document = noted(run.store, job.name)[number - 1].to_json()
+    document = vars(noted(run.store, job.name)[number - 1])
     assert "mine/held_out.py" not in document["files"]
     files = {name: list(digests) for name, digests in sources_of(job.code()).files.items()}
     assert "mine/held_out.py" in files

@@ -17,9 +17,10 @@ from typing import Any
 
 from elastic.control.run import TERMINAL, Ended, Failed, Stopped
 from elastic.errors import JobError
-from elastic.runs.notes import Note, Notes
+from elastic.runs.notes import Note
 from storage.errors import StorageError
 from storage.journal import owner_of
+from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
 ADDRESS = "local"
@@ -42,13 +43,10 @@ class End(Note):
         kind = next((each for each in TERMINAL if each.__name__ == self.state), Stopped)
         return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
 
-    def to_json(self) -> dict[str, Any]:
-        return {"format": self.format, "state": self.state, "at": self.at, **vars(self.how)}
 
-
-def ends(store: ObjectStore, name: str) -> Notes[End]:
+def ends(store: ObjectStore, name: str) -> Numbered[End]:
     """Returns the ends of the processes that trained the run of that name, by their claims."""
-    return Notes(store, name, "ends", End)
+    return Numbered(store, f"{name}/ends", 1, of=End.of)
 
 
 def claim(trains: bool) -> dict[str, Any]:
@@ -124,7 +122,8 @@ def end(store: ObjectStore, name: str, incarnation: int, how: Ended) -> None:
     """
     with suppress(StorageError, OSError):
         if is_ours(owner_of(store, name, incarnation)):
-            ends(store, name).add(incarnation, End(state=type(how).__name__, at=round(time.time(), 3), **vars(how)))
+            about = {"format": 1, "state": type(how).__name__, "at": round(time.time(), 3), **vars(how)}
+            ends(store, name).add(incarnation, about)
 
 
 def _failed(error: BaseException) -> Ended:

@@ -22,9 +22,10 @@ from typing import Any
 from elastic.config.sections import Export, Part, Samples, Validation
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.runs.notes import Note, Notes
+from elastic.runs.notes import Note
 from elastic.runs.run import Run
 from storage.errors import Damaged, Exists, Missing
+from storage.numbered import Numbered
 
 EXPORT, SAMPLES, VALIDATION = "export", "samples", "validation"
 """The kinds of what can be asked.  Each is also the section of the job that says how often it is due."""
@@ -81,7 +82,7 @@ def of(run: Run) -> Asked:
     """Returns what the run has recorded."""
     found = list[tuple[tuple[int, int, int], Sections]]()
     with suppress(Missing, Damaged):  # the run has not begun, or the document is lost
-        found.append(((0, 0, 0), sections_of(run.branches.first.job)))
+        found.append(((0, 0, 0), sections_of(run.branches.begun.job)))
     found += [((each.last_before, each.claim, 0), sections_of(each.job)) for each in run.branches.every()]
     found += [((each.generation, each.claim, 1), each.sections) for each in _notes(run).intact()]
     return Asked(tuple((key[0], sections) for key, sections in sorted(found, key=lambda pair: pair[0])))
@@ -105,14 +106,14 @@ def begin(run: Run, generation: int, claim: int) -> Asked:
     now = sections_of(run.job.model_dump(mode="json"))
     while True:
         newest, recorded = (notes := _notes(run)).newest(), of(run)
-        is_known = newest > 0 or run.branches.first.asked  # notes of an older release do not say all that the run asked
+        is_known = newest > 0 or run.branches.begun.asked  # notes of an older release do not say all that the run asked
         if is_known and recorded.of(generation + 1) == now:
             return recorded
         since = generation if is_known else recorded.since[-1][0]
         with suppress(Exists):  # of a coordinator that this one has replaced: the newer claim counts
-            notes.add(newest + 1, Recorded(generation=since, claim=claim, sections=now))
+            notes.add(newest + 1, vars(Recorded(generation=since, claim=claim, sections=now)))
             return of(run)
 
 
-def _notes(run: Run) -> Notes[Recorded]:
-    return Notes(run.store, run.job.name, "asked", Recorded)
+def _notes(run: Run) -> Numbered[Recorded]:
+    return Numbered(run.store, f"{run.job.name}/asked", 1, of=Recorded.of)

@@ -21,9 +21,10 @@ from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import BEFORE, Job
 from elastic.plan.stretches import Stretch, ended
-from elastic.runs.notes import Notes, Since, abandoned, made_by
+from elastic.runs.notes import Since, abandoned, made_by
 from storage.checkpoints import Checkpoints
 from storage.errors import Damaged, Missing
+from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
 FORMAT = 2
@@ -61,10 +62,6 @@ class Origin:
 class Branch(Since):
     """A branch.  ``job.json`` has no more than its job, and what it says of a fork."""
 
-    number: int = 1
-    at: float = 0.0
-    step: int = 0
-    generation: int = 0
     claim: int = 0
     """The newest claim on the run when the branch was begun."""
     reached: int = 0
@@ -104,30 +101,31 @@ class First(Branch):
     """True if the run has recorded what it asks from its beginning on (:mod:`elastic.runs.asked`)."""
 
 
-class Branches(Notes[Branch]):
+class Branches(Numbered[Branch]):
     """The branches of the run of that name."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         fix = "put it back from a copy; or remove it, and begin the branch anew: `elastic train --branch` with its settings"
-        super().__init__(store, name, "branches", Branch, FORMAT, first=2, fix=fix)
+        super().__init__(store, f"{name}/branches", FORMAT, 2, fix, Branch.of)
+        self.name = name
         self._first: First | None = None
 
     @property
-    def first(self) -> First:
+    def begun(self) -> First:
         """The first branch, read at most once.  Raises :class:`Missing`, or :class:`Damaged`, which says what to do."""
         if self._first is None:
-            raw = self.store.get(self._key)
+            raw = self.store.get(self._first_key)
             try:
                 found = First.of(json.loads(raw))
                 _ = dict(found.job)
             except (ValueError, TypeError, AttributeError):
-                where, is_none = self.store.full_name(self._key), f"{len(raw)} bytes that are none"
+                where, is_none = self.store.full_name(self._first_key), f"{len(raw)} bytes that are none"
                 raise Damaged(where, "the job of a run", is_none, lost_fix(self.name)) from None
             self._first = found
         return self._first
 
     @property
-    def _key(self) -> str:
+    def _first_key(self) -> str:
         return f"{self.name}/job.json"
 
     def last(self) -> Branch | None:
@@ -135,7 +133,7 @@ class Branches(Notes[Branch]):
         if number := self.newest():
             return self.read(number)
         with suppress(Missing, Damaged):
-            return self.first
+            return self.begun
         return None
 
     def job(self) -> dict[str, Any]:
@@ -143,13 +141,13 @@ class Branches(Notes[Branch]):
         return there.job if (there := self.last()) is not None else {}
 
     def at(self, version: Version) -> Branch:
-        """Returns the branch of which ``version`` is.  Raises as :attr:`first` does."""
-        return made_by(self.every(), version) or self.first
+        """Returns the branch of which ``version`` is.  Raises as :attr:`begun` does."""
+        return made_by(self.every(), version) or self.begun
 
     def origin(self) -> Origin | None:
         """Returns the checkpoint from which the run was forked; None for another run, or if there is none of that name."""
         with suppress(Missing, Damaged):
-            if (found := self.first.origin) is not None:
+            if (found := self.begun.origin) is not None:
                 return Origin(found["run"], Version(found["step"], found["generation"]))
         return None
 
@@ -161,17 +159,17 @@ class Branches(Notes[Branch]):
     def lost(self) -> bool:
         """Returns whether the run has checkpoints or branches, but the document of its first branch is gone or damaged."""
         with suppress(Missing, Damaged):
-            _ = self.first
+            _ = self.begun
             return False
         return bool(Checkpoints(self.store, self.name).steps() or self.numbers())
 
     def check_lost(self) -> None:
         """Raises :class:`JobError` for a run that is :meth:`lost`: any job would go on with it."""
         if self.lost():
-            state, fix = ("damaged", lost_fix(self.name)) if self.store.exists(self._key) else ("missing", lost_fix(self.name, ""))
+            state, fix = ("damaged", lost_fix(self.name)) if self.store.exists(self._first_key) else ("missing", lost_fix(self.name, ""))
             raise JobError(
-                f"{self.store.full_name(self._key)} is {state}, although the run has checkpoints, so nobody knows with which settings "
-                f"they were made; {fix}"
+                f"{self.store.full_name(self._first_key)} is {state}, although the run has checkpoints, so nobody knows with which "
+                f"settings they were made; {fix}"
             )
 
 
@@ -274,7 +272,7 @@ def begin(
         earlier=[each.to_json() for each in earlier],
         job=json.loads(job.to_json()),
     )
-    run.add(number, branch)
+    run.add(number, vars(branch))
     what = in_words(differs, " before and ", " now") or "its settings stay"
     gone = f"; it abandons {branch.left}" if branch.left else ""
     return f"branch {number} of {job.name} goes on from step {version.step}: {what}{gone}"

@@ -13,10 +13,11 @@ from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.runs.branches import overtook
-from elastic.runs.notes import Notes, Since, made_by
+from elastic.runs.notes import Since, made_by
 from elastic.runs.run import Run
 from elastic.sources import Sources, sources_of
 from storage.errors import Exists
+from storage.numbered import Numbered
 from storage.objects import ObjectStore
 
 SHOWN = 6
@@ -39,7 +40,11 @@ class Code(Since):
 
 def noted(store: ObjectStore, name: str) -> list[Code]:
     """Returns what is noted of the code of the run of that name, oldest first, but for what is damaged."""
-    return Notes(store, name, "code", Code).intact()
+    return _notes(store, name).intact()
+
+
+def _notes(store: ObjectStore, name: str) -> Numbered[Code]:
+    return Numbered(store, f"{name}/code", 1, of=Code.of)
 
 
 def at(store: ObjectStore, name: str, version: Version) -> Sources | None:
@@ -67,7 +72,7 @@ def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: flo
 
     Returns the sentence that says what changed, or "".  Raises :class:`~storage.errors.Exists` as :func:`note` does.
     """
-    notes = Notes(store, name, "code", Code)
+    notes = _notes(store, name)
     number, there = notes.newest() + 1, notes.intact()
     then = (there[-1].sources, before) if there else ()
     differs = next((found for each in then if each and (found := now.differ(each))), [])
@@ -85,7 +90,7 @@ def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: flo
         files=dict(now.files),
     )
     try:
-        notes.add(number, about)
+        notes.add(number, vars(about))
     except Exists:  # two commands begin the run at the same time, and one of them follows the other
         if not (there := notes.intact()) or now.differ(there[-1].sources):
             raise
@@ -152,8 +157,7 @@ def _compare(run: Run, code: Sources, then: Sources | None, version: Version, *,
     if then is None or not (differs := code.differ(then)):
         return
     other = f" (read by Python {code.python} here, and {then.python} there)" if then.python != code.python else ""
-    fix = "undo the change, or use the code of now all the same by --accept-code"
-    if not looks:
-        fix = "undo the change, or go on with it by --accept-code (launch(..., accept_code=True)), or begin at step 0 under another name"
-    where = f"the run {run.job.name!r} in bucket = {run.job.bucket!r}"
-    raise JobError(f"the code of {where} has changed since step {version.step}: {listed(differs)}{other}; {fix}")
+    what = f"the code of the run {run.job.name!r} in bucket = {run.job.bucket!r} has changed since step {version.step}: {listed(differs)}"
+    by = "--accept-code (launch(..., accept_code=True)), or begin at step 0 under another name"
+    fix = "use the code of now all the same by --accept-code" if looks else f"go on with it by {by}"
+    raise JobError(f"{what}{other}; undo the change, or {fix}")

@@ -152,7 +152,7 @@ def _needs(store: ObjectStore, reference: Reference, holder: str) -> bool:
     """Returns whether there is a run that goes on from the checkpoint, or began with its weights, perhaps as those of another fork."""
     run, origin = Branches(store, reference.run), Origin(holder, reference.version)
     try:
-        word = run.first.job.get("init", "").rpartition("@")[2]
+        word = run.begun.job.get("init", "").rpartition("@")[2]
     except Missing:
         return False
     except Damaged:  # nobody knows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from sys import maxsize
+from typing import Any
 
 from elastic.runs.metrics import last_row, places
 from elastic.runs.run import Run
@@ -23,7 +24,7 @@ LOST = {
 def notes(run: Run) -> list[str]:
     """Returns a sentence for each of the newest documents of each kind that is damaged."""
     store, name, found = run.store, run.job.name, list[str]()
-    newest = {folder: Numbered(store, f"{name}/{folder}", maxsize).newest() for folder in LOST}
+    newest = {folder: Numbered[Any](store, f"{name}/{folder}", maxsize).newest() for folder in LOST}
     keys = {f"{name}/{folder}/{number:06d}.json": LOST[folder] for folder, number in newest.items() if number}
     keys[f"{name}/data.json"] = "it is written anew, and whether these are the samples that the run began on is not known"
     for key, lost in keys.items():

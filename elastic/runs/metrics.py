@@ -136,7 +136,7 @@ def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Versi
 def jobs(run: Run) -> Callable[[Version], Job]:
     """Returns the function that gives the job of a version, that of the branch of the run in which it was committed."""
     later = [(each.generation, run.job.begun_as(each.job)) for each in reversed(run.branches.every())]
-    first = run.job.begun_as(run.branches.first.job) if later else run.job
+    first = run.job.begun_as(run.branches.begun.job) if later else run.job
     return lambda version: next((job for since, job in later if version.generation > since), first)
 
 

@@ -283,5 +283,5 @@ def _folder(run: Run, debt: Debt) -> str:
     return f"{run.job.name}/owed/{debt.kind}/{debt.version.step:012d}-{debt.version.generation:06d}"
 
 
-def _failures(run: Run, debt: Debt) -> Numbered:
+def _failures(run: Run, debt: Debt) -> Numbered[dict[str, Any]]:
     return Numbered(run.store, f"{_folder(run, debt)}/failed", FORMAT)

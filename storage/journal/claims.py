@@ -5,9 +5,7 @@ Each coordinator claims the next incarnation, and so does each process that trai
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from storage.errors import Damaged, Exists, Missing
+from storage.errors import Exists
 from storage.journal.objects import Json
 from storage.numbered import Numbered
 from storage.objects import ObjectStore
@@ -44,9 +42,7 @@ def newest_owner(store: ObjectStore, run: str) -> Json | None:
 
 def owner_of(store: ObjectStore, run: str, number: int) -> Json | None:
     """Returns the information that the claimant of incarnation ``number`` wrote, or None if its claim is gone or damaged."""
-    with suppress(Missing, Damaged):
-        return _claims(store, run).read(number)
-    return None
+    return _claims(store, run).find(number)
 
 
 def latest_claim(store: ObjectStore, run: str) -> int:
@@ -54,5 +50,5 @@ def latest_claim(store: ObjectStore, run: str) -> int:
     return _claims(store, run).newest()
 
 
-def _claims(store: ObjectStore, run: str) -> Numbered:
+def _claims(store: ObjectStore, run: str) -> Numbered[Json]:
     return Numbered(store, f"{run}/owner", 1)

@@ -99,6 +99,9 @@ def _draw(figure: FigureBase, chart: Chart, width: float) -> None:
     for line in chart.lines:
         xs, ys = _path(line, chart.x_range[1] - chart.x_range[0])
         axes.plot(xs / size, ys, label=line.name, clip_on=False, **STYLES[line.look])
+        around = np.isnan(np.concatenate([[np.nan], ys, [np.nan]]))
+        alone = around[:-2] & around[2:]  # no line leads to it
+        axes.plot(xs[alone] / size, ys[alone], "o", markersize=2.5, color=STYLES[line.look]["color"], clip_on=False)
     axes.set_xlim(start, end)
     axes.set_xlabel(unit, loc="right", fontsize=9, color=COLORS["mute"])
     _ticks(axes, chart)

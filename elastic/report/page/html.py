@@ -6,6 +6,7 @@ Every text of the run is escaped, by jinja2; only the plots, which have no text 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -54,12 +55,16 @@ def html_of(page: Page) -> str:
         changes=list(islice(changes, ROWS)),
         deleted=len(told.saves.keys() - {each.version for each in facts.checkpoints}),
         open_steps=int((facts.columns["final"] == 0).sum()),
-        kept=KEPT,
+        why_kept=_why_kept,
         rows=ROWS,
         long_text=LONG_TEXT,
         **WORDS,
     )
     return UNSOUND.sub("�", written)
+
+
+def _why_kept(rules: Sequence[str]) -> str:
+    return ", ".join(KEPT[rule] for rule in rules if rule != "newest" or len(rules) == 1)
 
 
 def _numbers(chart: Chart) -> dict[str, Any]:

@@ -25,7 +25,6 @@ TOLD = 2
 AVERAGED, MOST_AVERAGED = 50, 500
 """A smooth line averages over one of so many parts of the steps, over no more than the second number, and over 10 of a short run."""
 
-
 TOLD_WHY = {SPIKE: "it was a spike", LOSS: "its loss was not finite", GRADIENT: "its gradient was not finite"}
 
 

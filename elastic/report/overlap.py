@@ -7,6 +7,7 @@ in whose span on the host it was launched.  NCCL's kernels also wait for the oth
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -91,33 +92,16 @@ def _span(event: Event) -> Span:
 
 
 def _step(kinds: Mapping[str, Sequence[Span]]) -> Step:
-    computing = _joined(kinds.get("computing", ()))
-    found = []
-    for kind in ("collectives", "copies"):
-        spans = _joined(kinds.get(kind, ()))
-        found.append(Overlap(1e-6 * sum(end - begin for begin, end in spans), 1e-6 * _common(spans, computing)))
+    found, computing = list[Overlap](), kinds.get("computing", ())
+    for spans in (kinds.get("collectives", ()), kinds.get("copies", ())):
+        total, either = _length(spans), _length([*spans, *computing])
+        found.append(Overlap(1e-6 * total, 1e-6 * max(total + _length(computing) - either, 0.0)))
     return Step(*found)
 
 
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Returns the times that lie in any of the spans, in order and without overlap."""
-    found = list[Span]()
+def _length(spans: Sequence[Span]) -> float:
+    """Returns the length of the times that lie in any of the spans."""
+    total, until = 0.0, -math.inf
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _common(one: Sequence[Span], other: Sequence[Span]) -> float:
-    """Returns the length of the times that lie in both."""
-    total, at = 0.0, 0
-    for begin, end in one:
-        while at < len(other) and other[at][1] <= begin:
-            at += 1
-        for there in range(at, len(other)):
-            if other[there][0] >= end:
-                break
-            total += min(end, other[there][1]) - max(begin, other[there][0])
+        total, until = total + max(end - max(begin, until), 0.0), max(end, until)
     return total

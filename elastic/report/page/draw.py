@@ -12,8 +12,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import LogLocator, MaxNLocator
@@ -24,6 +24,8 @@ from elastic.report.words import shown
 
 COLORS = {"ink": "#1b232b", "mute": "#57636e", "line": "#dde2e7", "accent": "#0067a3", "raw": "#9dbfd6", "bad": "#c04a00"}
 """The colors by light.  In the page they are the variables of these names in its style sheet, which has other ones for the dark."""
+LOOK = ["default", {"svg.fonttype": "none", "svg.hashsalt": "elastic"}]
+"""The settings of matplotlib, whatever those of the machine are: text in SVG stays text, and the same plot has the same bytes."""
 STYLES: Mapping[str, dict[str, Any]] = {
     "raw": {"color": COLORS["raw"], "linewidth": 0.7},
     "main": {"color": COLORS["accent"], "linewidth": 1.3},
@@ -44,28 +46,32 @@ MOST_TEXT = 110
 
 def png_of(page: Page) -> bytes:
     """Returns the picture: all plots of the page, one below the other."""
-    heights = [HEAD_IN, *map(_height, page.charts)]
-    whole = Figure((WIDE_IN, sum(heights)), dpi=100)
-    head, *parts = whole.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    tiles = "     ".join(f"{each.label} {each.value}" for each in page.tiles)
-    lines = [textwrap.shorten(page.name, MOST_TEXT // 2, placeholder="…"), textwrap.shorten(page.lead, MOST_TEXT, placeholder="…")]
-    said = "\n".join([*lines, *textwrap.wrap(tiles, MOST_TEXT + 20)])
-    said = "".join(each if each == "\n" or each.isprintable() else "�" for each in said)  # matplotlib stumbles over control characters
-    head.text(0.01, 0.95, said, fontsize=11, color=COLORS["ink"], va="top", linespacing=1.4, parse_math=False)
-    for part, chart in zip(parts, page.charts, strict=True):
-        _draw(part, chart, WIDE_IN)
-        part.text(LEFT_IN / WIDE_IN, 1 - TOP_IN / 2 / _height(chart), chart.title, fontsize=11, color=COLORS["ink"], fontweight="bold")
-    return _saved(whole, "png", {"Software": None})
+    with style.context(LOOK):
+        heights = [HEAD_IN, *map(_height, page.charts)]
+        whole = Figure((WIDE_IN, sum(heights)), dpi=100)
+        head, *parts = whole.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+        tiles = "     ".join(f"{each.label} {each.value}" for each in page.tiles)
+        name, lead = (textwrap.shorten(said, most, placeholder="…") for said, most in ((page.name, MOST_TEXT // 2), (page.lead, MOST_TEXT)))
+        said = "\n".join([name, lead, *textwrap.wrap(tiles, MOST_TEXT + 20)])
+        # matplotlib stumbles over control characters
+        said = "".join(each if each == "\n" or each.isprintable() else "�" for each in said)
+        head.text(0.01, 0.95, said, fontsize=11, color=COLORS["ink"], va="top", linespacing=1.4, parse_math=False)
+        for part, chart in zip(parts, page.charts, strict=True):
+            _draw(part, chart, WIDE_IN)
+            title = {"fontsize": 11, "color": COLORS["ink"], "fontweight": "bold"}
+            part.text(LEFT_IN / WIDE_IN, 1 - TOP_IN / 2 / _height(chart), chart.title, **title)
+        return _saved(whole, "png", {"Software": None})
 
 
 def svg_of(chart: Chart) -> str:
     """Returns the plot as SVG without a title, to stand in HTML.  It has no text of a run."""
     width, height = WIDE_IN if chart.wide else HALF_IN, _height(chart)
-    figure = Figure((width, height), facecolor="none")
-    _draw(figure, chart, width)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.key}):
+    with style.context(LOOK):
+        figure = Figure((width, height), facecolor="none")
+        _draw(figure, chart, width)
         svg = _saved(figure, "svg", dict.fromkeys(("Creator", "Date", "Format", "Type"))).decode()
-    svg = re.sub(r"^.*?<svg [^>]*>", f'<svg viewBox="0 0 {72 * width:g} {72 * height:g}" aria-hidden="true">', svg, flags=re.DOTALL)
+    head = f'<svg viewBox="0 0 {72 * width:g} {72 * height:g}" aria-hidden="true">'  # without its size, and the addresses of its names
+    svg = re.sub(r"^.*?<svg [^>]*>", head, svg, flags=re.DOTALL)
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
     return svg

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -44,15 +44,11 @@ def tensors_of(job: Job) -> tuple[Tensor, ...]:
 
 
 class _Known(NamedTuple):
-    """The values in the tensors: the past, the heights of microbatches, the samples in quarantine, those of them that are replaced by
-    samples of any source, and those whose step was applied.
-    """
+    """The values in the tensors."""
 
     past: list[tuple[float, float]]
     heights: list[float]
-    quarantined: dict[int, int]
-    anywhere: frozenset[int]
-    applied: frozenset[int]
+    held: tuple[Held, ...]
 
 
 class Spikes:
@@ -69,23 +65,23 @@ class Spikes:
         self._known: _Known | None = None
 
     @property
-    def quarantined(self) -> Mapping[int, int]:
-        """The samples in quarantine, each with the first step that does not read it."""
-        return self._read().quarantined
-
-    def put_there(self) -> dict[int, int]:
-        """Returns the samples in quarantine, oldest first, each with the step that put it there."""
-        return {sample: first - 1 for sample, first in self.quarantined.items()}
-
-    def applied_all_the_same(self) -> tuple[int, ...]:
-        """Returns those of the steps of :meth:`put_there` that were applied, in order."""
-        known = self._read()
-        return tuple(sorted({known.quarantined[sample] - 1 for sample in known.applied}))
+    def held(self) -> tuple[Held, ...]:
+        """The samples in quarantine, oldest first."""
+        return self._read().held
 
     @property
-    def anywhere(self) -> Collection[int]:
+    def quarantined(self) -> dict[int, int]:
+        """The samples in quarantine, each with the first step that does not read it."""
+        return {each.sample: each.step + 1 for each in self.held}
+
+    @property
+    def anywhere(self) -> frozenset[int]:
         """The samples in quarantine that are replaced by samples of any source; all others are by samples of their own."""
-        return self._read().anywhere
+        return frozenset(each.sample for each in self.held if each.anywhere)
+
+    def listed(self) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """Returns the samples in quarantine, as the coordinator is told of them (:func:`elastic.protocol.spikes.listed`)."""
+        return spikes.listed(self.held)
 
     def most_loss(self) -> float | None:
         """Returns the largest mean loss of a microbatch that counts in the next step, or would if the rule skipped spikes; None if each
@@ -130,27 +126,21 @@ class Spikes:
         if not self._tensors:
             return
         known = self._read()
-        past, heights, quarantined = spikes.after(known.past, outcome, self.rule), known.heights, known.quarantined
+        past, heights = spikes.after(known.past, outcome, self.rule), known.heights
         if past != known.past:
             self._tensors[HISTORY][-len(past) :] = torch.tensor([(1.0, *each) for each in past], dtype=torch.float64)
         if self.rule.microbatch_z and (heights := spikes.heights_after(heights, known.past, outcome, NEWEST)):
             self._tensors[HEIGHTS][-len(heights) :] = torch.tensor([(1.0, each) for each in heights], dtype=torch.float64)
-        new = {sample: outcome.step + 1 for sample in outcome.quarantined if sample not in quarantined}
-        if new:
-            rows = [Held(sample, outcome.step, outcome.applies, not self._weighted).row for sample in new]
-            self._tensors[QUARANTINE][len(quarantined) : len(quarantined) + len(new)] = torch.tensor(rows, dtype=torch.int64)
-        anywhere = known.anywhere if self._weighted else known.anywhere.union(new)
-        applied = known.applied.union(new) if outcome.applies else known.applied
-        self._known = _Known(past, heights, quarantined | new, anywhere, applied)
+        held = spikes.held_after(known.held, outcome, anywhere=not self._weighted)
+        if new := [each.row for each in held[len(known.held) :]]:
+            self._tensors[QUARANTINE][len(known.held) : len(held)] = torch.tensor(new, dtype=torch.int64)
+        self._known = _Known(past, heights, held)
 
     def _read(self) -> _Known:
         if self._known is None:
             past = [(loss, norm) for known, loss, norm in self._tensors[HISTORY].tolist() if known] if self._tensors else []
             heights = [height for known, height in self._tensors[HEIGHTS].tolist() if known] if HEIGHTS in self._tensors else []
             rows = self._tensors[QUARANTINE] if self._tensors else torch.empty((0, 2), dtype=torch.int64)
-            held = [each for row in rows[rows[:, 1] != 0].tolist() if (each := Held.of(row)) is not None]
-            quarantined = {each.sample: each.step + 1 for each in held}
-            anywhere = frozenset(each.sample for each in held if each.anywhere)
-            applied = frozenset(each.sample for each in held if each.applied)
-            self._known = _Known(past, heights, quarantined, anywhere, applied)
+            held = tuple(each for row in rows[rows[:, 1] != 0].tolist() if (each := Held.of(row)) is not None)
+            self._known = _Known(past, heights, held)
         return self._known

@@ -163,6 +163,22 @@ def heights_after(heights: Sequence[float], past: Past, outcome: Outcome, most: 
     return [*heights, *new][-most:]
 
 
+def held_after(held: tuple[Held, ...], outcome: Outcome, *, anywhere: bool) -> tuple[Held, ...]:
+    """Returns the samples in quarantine, oldest first, with those of ``outcome``, which samples ``anywhere`` replace, or some of their own
+    source.
+    """
+    if not outcome.quarantined:
+        return held
+    known = {each.sample for each in held}
+    new = (Held(sample, outcome.step, outcome.applies, anywhere) for sample in outcome.quarantined if sample not in known)
+    return (*held, *new)
+
+
+def listed(held: Sequence[Held]) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """Returns the samples in quarantine, each with the step that put it there, and those of these steps that were applied, in order."""
+    return tuple((each.sample, each.step) for each in held), tuple(sorted({each.step for each in held if each.applied}))
+
+
 def _spike(past: Past, outcome: Outcome, rule: SpikeRule) -> Spike | None:
     if not outcome.finite or not isfinite(outcome.loss) or len(past) < rule.window:
         return None

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastic.ids import Version
 from elastic.protocol.commit_record import Outcome, Spike
 from elastic.protocol.events import StepDone
+from elastic.protocol.spikes import Held, held_after, listed
 from elastic.sim.truth import LOST, base_of, expanded
 from elastic.sim.violation import Violation
 
@@ -32,32 +32,29 @@ CORRUPT = (0, 1, 1, 2)
 
 
 class Spikes:
-    """Follows the corrupt samples of one run.  ``held`` has the quarantine that the state of each version holds, by sample."""
+    """Follows the corrupt samples of one run.  ``held`` has the quarantine that the state of each version holds."""
 
     def __init__(self, sim: Simulation) -> None:
         self.sim, draw = sim, random.Random(f"spikes {sim.seed}")
         self.corrupt = frozenset(draw.sample(range(SAMPLES), draw.choice(CORRUPT)))
         self.noisy = frozenset(each for each in sorted(self.corrupt) if draw.random() < 1 / 3)
-        self.held: dict[Version, Mapping[int, int]] = {Version(0, 0): {}}
+        self.held: dict[Version, tuple[Held, ...]] = {Version(0, 0): ()}
         self.reported: set[tuple[int, Version]] = set()
         """The incarnation of the coordinator that world rank 0 obeyed when it reported a step, and that version."""
-        self.applied: dict[Version, tuple[int, ...]] = {Version(0, 0): ()}
-        """The steps that were applied without a microbatch, by the state of each version."""
         self.heard: dict[int, set[tuple[int, int]]] = defaultdict(set)
         """The (step, generation) that put samples into quarantine, and of which a coordinator has taken note, by its incarnation."""
 
     def seen(self, plan: Plan, outcome: Outcome) -> Outcome:
         """Returns the outcome of a step as the members of ``plan`` conclude it from the state before the step."""
-        base, step = base_of(plan, outcome.step), outcome.step
-        before, applied = self.held[base], self.applied[base]
-        sample = next(each % SAMPLES for each in range(step, step + SAMPLES) if each % SAMPLES not in before)
+        before, step = self.held[base_of(plan, outcome.step)], outcome.step
+        avoided = {each.sample for each in before}
+        sample = next(each % SAMPLES for each in range(step, step + SAMPLES) if each % SAMPLES not in avoided)
         outcome = replace(outcome, samples=((sample,),))
         if sample in self.noisy:
-            outcome, applied = replace(outcome, most_loss=outcome.losses[0] - 1, quarantined=(sample,)), (*applied, step)
+            outcome = replace(outcome, most_loss=outcome.losses[0] - 1, quarantined=(sample,))
         elif sample in self.corrupt:
             outcome = replace(outcome, spike=Spike("loss", 9.0, 1.0, True), quarantined=(sample,))
-        self.held[Version(step, outcome.generation)] = {**before, **dict.fromkeys(outcome.quarantined, step)}
-        self.applied[Version(step, outcome.generation)] = applied
+        self.held[Version(step, outcome.generation)] = held_after(before, outcome, anywhere=True)
         self.sim.oracle.occasions["a spike is skipped"] += not outcome.applies
         self.sim.oracle.occasions["a microbatch is left out"] += len(outcome.left_out)
         return outcome
@@ -66,7 +63,7 @@ class Spikes:
         """Returns what ``member``, world rank 0, reports of the quarantine that the state after ``outcome`` holds, and of its steps."""
         version = Version(outcome.step, outcome.generation)
         self.reported.add((member.incarnation, version))
-        return (tuple(self.held[version].items()), self.applied[version]) if member.lists() else ((), ())
+        return listed(self.held[version] if member.lists() else ())
 
     def hears(self, transition: Transition) -> None:
         """Notes what a coordinator has taken note of."""
@@ -76,7 +73,7 @@ class Spikes:
                 continue
             if (run.incarnation, version) in self.reported:  # this report, or one before it, has told this coordinator all
                 by = expanded(run.history.lineage)
-                self.heard[run.incarnation].update((step, by[step - 1]) for step in self.held[version].values())
+                self.heard[run.incarnation].update((each.step, by[each.step - 1]) for each in self.held[version])
         self.sim.oracle.occasions["a quarantine that was lost is listed"] += "that the journal did not know of" in transition.reason
 
     def judge(self, run: RunState) -> None:

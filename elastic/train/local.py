@@ -241,7 +241,7 @@ class _Local:
         go(self.apply_fence, self.plan, state.shard)
         for line in decay_line(state).splitlines():
             self.show_sentence(line)
-        self.skips = self.skips.completed(tuple(state.spikes.put_there().items()), state.spikes.applied_all_the_same())
+        self.skips = self.skips.completed(*state.spikes.listed())
         self.step = state.shard.version.step
         if not self.step and not job.offloads:
             check_loss(self.session, state, initialised=True)

@@ -349,8 +349,7 @@ class Trainer(Controlled):
             if world.rank == 0:
                 with self.apply_fence as member:
                     lists = member.lists()
-                listed = (tuple(state.spikes.put_there().items()), state.spikes.applied_all_the_same()) if lists else ((), ())
-                work = state.arithmetic.of(outcome)
+                work, listed = state.arithmetic.of(outcome), state.spikes.listed() if lists else ((), ())
                 self.report(StepDone(self.worker, plan.generation, outcome, work, None, metrics, *listed))
             if self.session.snapshots is not None:
                 self.session.snapshots.committed(outcome, state.shard)

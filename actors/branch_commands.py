@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import time
-from argparse import Namespace
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from actors.checkpoint_commands import at_rest
-from actors.commands import of_run
+from actors.job_file import JobFile
+from actors.parser import command
 from actors.terminal import say
-from elastic.config.command_line import words_to_show
+from elastic.config.command_line import Options
 from elastic.config.settings import option_of
 from elastic.config.values import place, shown
 from elastic.errors import JobError, PlatformGaveUp
@@ -34,19 +32,24 @@ AUTO = "auto"
 AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
 
 
-def rollback(known: Namespace) -> int:
-    """Begins a branch at an older checkpoint of a run that is at rest, and says which command goes on with it.
+@command("rollback")
+def rollback(file: JobFile, /, to: str, lr_scale: float = 1.0, force: bool = False) -> None:
+    """Begins a branch of a run at an older checkpoint, with another learning rate.
 
-    Raises :class:`JobError` if there is no such checkpoint, and :class:`PlatformGaveUp` if the run may live, unless ``--force``.
+    to STEP: step of the checkpoint, or auto: the last good one before a divergence
+    lr_scale FACTOR: factor of the learning rate (default: 1)
+    force: do so even if the run may still be running
+
+    Raises :class:`JobError` if there is no such checkpoint, and :class:`PlatformGaveUp` if the run may live, unless ``force``.
     """
-    asked = of_run(known)
-    if not (math.isfinite(known.lr_scale) and known.lr_scale > 0):
-        raise JobError(f"--lr-scale = {known.lr_scale:g} must be more than 0, such as 0.5")
-    if known.to != AUTO and not known.to.isdecimal():
-        raise JobError(f"--to = {known.to!r} must be a step, or 'auto'")
-    run, claim = at_rest(asked, known.force, "`elastic stop` stops it, and then it can be rolled back")
-    version = before_divergence(run) if known.to == AUTO else resume.checkpoint(run, known.to)
-    optim = run.job.optim.model_copy(update={"lr": run.job.optim.lr * known.lr_scale})
+    asked = file.of_run()
+    if not (math.isfinite(lr_scale) and lr_scale > 0):
+        raise JobError(f"--lr-scale = {lr_scale:g} must be more than 0, such as 0.5")
+    if to != AUTO and not to.isdecimal():
+        raise JobError(f"--to = {to!r} must be a step, or 'auto'")
+    run, claim = at_rest(asked, force, "`elastic stop` stops it, and then it can be rolled back")
+    version = before_divergence(run) if to == AUTO else resume.checkpoint(run, to)
+    optim = run.job.optim.model_copy(update={"lr": run.job.optim.lr * lr_scale})
     job = run.job.replace(optim=optim)
     with suppress(JobError):  # free settings that do not go with the others are refused when somebody trains
         if there := run.branches.job():
@@ -56,18 +59,17 @@ def rollback(known: Namespace) -> int:
     changed = Run.look(job, branch=True)
     if changed.branches_at(version) is None:
         say(f"{asked.name} is at step {version.step} already, and nothing was to change")
-        return 0
+        return
     try:
         say(resume.rewind(changed, time.time(), version, changed.claim_here(after=claim, trains=False)))
     except Exists:
         raise PlatformGaveUp(
             f"another command has begun to train {asked.name} or a branch of it meanwhile; it is not rolled back"
         ) from None
-    say(_goes_on(known, Run.find(asked)))
-    return 0
+    say(_goes_on(file, Run.find(asked)))
 
 
-def _goes_on(known: Namespace, run: Run) -> str:
+def _goes_on(file: JobFile, run: Run) -> str:
     """Returns the sentence with the command that goes on with the newest branch of ``run``.
 
     It has options for what the job file and the line have otherwise, since `elastic train` would refuse that.  A run with code that was
@@ -78,25 +80,24 @@ def _goes_on(known: Namespace, run: Run) -> str:
         changed = {name: now for each in run.branches.every() for name, (_, now) in each.changed.items()}
         same = ", ".join(f"{name} = {shown(name, value)}" for name, value in changed.items()) or "the same settings"
         return f"launch(Job(...)) with {same} goes on with it, in the script or notebook that has its objects ({', '.join(objects)})"
-    file = str(known.job)
-    typed = shlex.join([file, *words_to_show(known)])
+    name, options = file.path.name, file.options
     try:
-        differs = _otherwise(Job.load(known.job, known.settings), branch)
+        differs = _otherwise(file.load(), branch)
     except JobError:
-        return f"`elastic train {typed}` goes on with it once {known.job.name} is mended and has its settings"
-    line = {name: words for name, words in known.line.items() if name not in differs}
-    line |= {name: [option_of(name), *_words(value)] for name, value in differs.items()}
+        return f"`elastic train {file.typed}` goes on with it once {name} is mended and has its settings"
+    line = {setting: words for setting, words in options.words.items() if setting not in differs}
+    line |= {setting: [option_of(setting), *_words(value)] for setting, value in differs.items()}
+    again = JobFile(file.file, Options(options.settings | differs, line))
     try:
-        left = _otherwise(Job.load(known.job, list(chain(*line.values()))), branch)
+        left = _otherwise(Job.load(file.path, list(chain(*line.values()))), branch)
     except JobError:
         left = differs
     if left:  # no option can say it
         there = ", ".join(f"{name} left out" if value is None else f"{name} = {shown(name, value)}" for name, value in differs.items())
-        return f"`elastic train {typed}` goes on with it once {known.job.name} has {there}"
-    again = ", ".join(f"{name} = {shown(name, value)}" for name, value in differs.items())
-    written = f" (write {again} into the job file, too)" if again else ""
-    told = words_to_show(Namespace(line=line, settings=known.settings | differs))
-    return f"`elastic train {shlex.join([file, *told])}` goes on with it{written}"
+        return f"`elastic train {file.typed}` goes on with it once {name} has {there}"
+    told = ", ".join(f"{name} = {shown(name, value)}" for name, value in differs.items())
+    written = f" (write {told} into the job file, too)" if told else ""
+    return f"`elastic train {again.typed}` goes on with it{written}"
 
 
 def _otherwise(job: Job, branch: Job) -> dict[str, Any]:
@@ -142,10 +143,14 @@ def _at_origin(run: Run, origin: Origin, at: int) -> Version:
     return resume.checkpoint(run, str(origin.version.step))
 
 
-def runs(known: Namespace) -> int:
-    """Prints the runs of a bucket as a tree; of all trees only the one of the run that ``--name`` names, if it does."""
-    name = known.settings.get("name", "")
-    bucket = of_run(known, file="bucket").bucket if Path(known.bucket).is_file() else place(known.bucket)
+@command("runs")
+def runs(file: JobFile, /) -> None:
+    """Shows the runs of a bucket, and how they descend from each other; with --name NAME only that run and its relatives.
+
+    file bucket: the bucket, or a job file (TOML) that names it
+    """
+    name = file.options.settings.get("name", "")
+    bucket = file.of_run().bucket if file.path.is_file() else place(file.file)
     found = runs_of(bucket)
     if not found:
         raise JobError(f"there is no run in bucket = {bucket!r}; name the bucket of a job, or its job file")
@@ -153,7 +158,6 @@ def runs(known: Namespace) -> int:
         raise JobError(f"there is no run {name!r} in bucket = {bucket!r}; correct the name, or leave it out to see all runs")
     for depth, each, branch in tree(found):
         say(f"{'    ' * depth}{described(each, time.time()) if branch is None else f'  {_branch(branch)}'}")
-    return 0
 
 
 def described(each: Descent, now: float) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.table import Column, Table
-
-from actors.terminal import console, say
+from actors.job_file import import_from_here
+from actors.parser import Pair, command
+from actors.terminal import say, show_table
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
@@ -26,38 +26,37 @@ from storage.checkpoints import EXPORTED, Manifest, has_average
 from storage.errors import Exists, Full
 from storage.slices import Tensor, nbytes
 
+KEEPS = tuple(f"checkpoint.{name}" for name in ("keep_last", "keep_every", "keep_best", "keep_younger"))
+"""The settings by which checkpoints are kept and deleted."""
 
-def ls(job: Job) -> int:
-    """Prints a table of the checkpoints.  It says which rules keep them, if there are rules, or branches that go on from some."""
+
+@command("checkpoint ls", KEEPS)
+def ls(job: Job, /) -> int:
+    """Lists the checkpoints, and which rules keep them, or branches that go on from some."""
     run = Run.begun(job)
     found = retention.look(run, job.keep())
     kept = found.verdict.kept
     left = {version: why for version, why in retention.needed(run).items() if version not in kept}
     ruled = job.keep().last > 0 or bool(left) or any({"branch", "owed"}.intersection(names) for names in kept.values())
-    table = Table("step", "generation", "files", "bytes", "layout", "written", "state", *(["kept by"] if ruled else []))
+    rows = []
     for each in found.listed:
         version, files = each.version, each.manifest.files if each.manifest else ()
         layout = "×".join(str(n) for n in each.manifest.about["layout"].values()) if each.manifest else ""
-        size = f"{sum(file.size for file in files):,}"
+        size, written = f"{sum(file.size for file in files):,}", _written(each.manifest)[: len("2026-01-01 00:00")]
         names = ", ".join(name for name in kept.get(version, ()) if name != "newest") or left.get(version, "")
-        row = (
-            str(version.step),
-            str(version.generation),
-            str(len(files)),
-            size,
-            layout,
-            _written(each.manifest)[: len("2026-01-01 00:00")],
-            retention.state_of(each, found.newest),
-        )
-        table.add_row(*row, *([names] if ruled else []))
-    console.print(table)
+        state = retention.state_of(each, found.newest)
+        rows.append((version.step, version.generation, len(files), size, layout, written, state, *[names] * ruled))
+    columns = ("step", "generation", "files", "bytes", "layout", "written", "state", *["kept by"] * ruled)
+    show_table(*columns, rows=rows)
     return 0
 
 
-def show(job: Job, step: str | None, quarantine: bool = False) -> int:
-    """Prints what the checkpoint of ``step`` is, or the newest good one: its history, its files, and its tensors by kind.
+@command("checkpoint show", KEEPS)
+def show(job: Job, /, step: str | None = None, quarantine: bool = False) -> int:
+    """Tells what a checkpoint is: files, tensors, layout, history.
 
-    With ``quarantine`` it prints its samples in quarantine instead, oldest first.
+    step: step of the checkpoint, or STEP.GENERATION of one left behind (default: the newest good one)
+    quarantine: list its samples in quarantine ([spikes]) instead, oldest first
     """
     run = Run.begun(job)
     version = version_at(run, step)
@@ -81,16 +80,15 @@ def show(job: Job, step: str | None, quarantine: bool = False) -> int:
         said["quarantine"] = counted(len(held), "sample") + ("; --quarantine lists them" if held else "")
     for name, text in said.items():
         say(text or "nothing", f"{name:<12}", "dim")
-    table = Table("kind", "tensors", "elements", "bytes", "types")
-    by_kind = dict[str, list[Tensor]]()
+    rows, by_kind = [], dict[str, list[Tensor]]()
     for tensor in reader.tensors():
         by_kind.setdefault(tensor.kind, []).append(tensor)
     for kind, tensors in by_kind.items():
         wholes = [tensor.whole() for tensor in tensors]
         size = sum(nbytes(tensor, whole) for tensor, whole in zip(tensors, wholes, strict=True))
         types = ", ".join(sorted({tensor.dtype for tensor in tensors}))
-        table.add_row(kind, f"{len(tensors):,}", f"{sum(whole.count for whole in wholes):,}", f"{size:,}", types)
-    console.print(table)
+        rows.append((kind, f"{len(tensors):,}", f"{sum(whole.count for whole in wholes):,}", f"{size:,}", types))
+    show_table("kind", "tensors", "elements", "bytes", "types", rows=rows)
     return 0
 
 
@@ -100,10 +98,9 @@ def _show_held(version: Version, held: Sequence[Held] | None) -> int:
         return 0
     say(f"samples in quarantine in {version}: {len(held)}")
     if held:
-        table = Table("sample", "read last by step", "that step")
-        for each in held:
-            table.add_row(str(each.sample), str(each.step), "was applied without its microbatch" if each.applied else "was skipped")
-        console.print(table)
+        became = {True: "was applied without its microbatch", False: "was skipped"}
+        rows = [(each.sample, each.step, became[each.applied]) for each in held]
+        show_table("sample", "read last by step", "that step", rows=rows)
     return 0
 
 
@@ -113,33 +110,28 @@ def _written(manifest: Manifest | None) -> str:
     return "" if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-def diff(job: Job, steps: Sequence[str], every: bool, top: int) -> int:
-    """Prints how far each parameter has moved between the checkpoints of two steps, the one that moved most first.
+@command("checkpoint diff")
+def diff(job: Job, /, between: Pair, all: bool = False, top: int = 20) -> int:
+    """Tells how far each tensor has moved between two checkpoints.
 
-    With ``every``, moments and buffers too.  ``top`` is the largest number of tensors that are listed, 0 for all.
+    between STEP: steps of the two checkpoints
+    all: compare moments and buffers, too
+    top: number of tensors that are listed, those that moved most (default: 20; 0: all)
     """
     from elastic.state.difference import compare
 
     run = Run.begun(job)
-    first, second = (run.checkpoints.open(version_at(run, step, "--between")) for step in steps)
-    found = compare(first, second, ("",) if every else ("parameter",))
+    first, second = (run.checkpoints.open(version_at(run, step, "--between")) for step in between)
+    found = compare(first, second, ("",) if all else ("parameter",))
     listed = sorted(found.moved, key=lambda each: (not any(each.strange), -each.part))
-    table = Table(
-        Column("tensor", overflow="fold"),
-        f"norm at {steps[0]}",
-        f"norm at {steps[1]}",
-        "norm of the difference",
-        "as a part",
-        "largest change",
-        "not finite",
-    )
+    rows = []
     for each in listed[: top or None]:
         name = each.tensor.name if each.tensor.kind == "parameter" else f"{each.tensor.name} ({each.tensor.kind})"
         strange = "" if not any(each.strange) else " and ".join(f"{count:,}" for count in each.strange)
-        numbers = (*(f"{norm:.6g}" for norm in each.norms), f"{each.part:.3g}", f"{each.largest:.3g}")
-        table.add_row(name, *numbers, strange)
-    console.print(table)
-    for step, other, tensors in ((steps[0], steps[1], found.only_first), (steps[1], steps[0], found.only_second)):
+        rows.append((name, *(f"{norm:.6g}" for norm in each.norms), f"{each.part:.3g}", f"{each.largest:.3g}", strange))
+    norms = (f"norm at {between[0]}", f"norm at {between[1]}", "norm of the difference")
+    show_table("tensor", *norms, "as a part", "largest change", "not finite", rows=rows)
+    for step, other, tensors in ((between[0], between[1], found.only_first), (between[1], between[0], found.only_second)):
         if tensors:
             names = ", ".join(tensor.name for tensor in tensors[:4]) + (" …" if len(tensors) > 4 else "")
             say(f"{len(tensors)} of step {step} are not in step {other}, or have another shape or type there: {names}")
@@ -153,23 +145,27 @@ def diff(job: Job, steps: Sequence[str], every: bool, top: int) -> int:
     return 0
 
 
-def rm(job: Job, which: str, force: bool) -> int:
-    """Deletes the checkpoint of a step, whatever the rules say: the run's own, or one that it has left behind if its generation is named.
+@command("checkpoint rm")
+def rm(job: Job, /, step: str, force: bool = False) -> int:
+    """Deletes the checkpoint of a step, of a run that is not running.
 
-    ``which`` is a step, or a step and a generation with a dot between them.  Raises :class:`JobError` if there is none, or if the run goes
-    on from there or from before, or a branch does, and :class:`PlatformGaveUp` if the run may live, unless ``force``.
+    step: step of the checkpoint, or STEP.GENERATION of one that a rewind has left behind
+    force: do so even if the run may still be running
+
+    Raises :class:`JobError` if there is none, or if the run goes on from there or from before, or a branch does, and
+    :class:`PlatformGaveUp` if the run may live, unless ``force``.
     """
-    step, generation = parsed(which)
+    number, generation = parsed(step)
     run, claim = at_rest(job, force, LIVES)
-    there = [each.version for each in run.checkpoints.at(step)]
+    there = [each.version for each in run.checkpoints.at(number)]
     left = left_behind(run, there)
     found = [each for each in there if (each.generation == generation if generation is not None else each not in left)]
     if not found and not left:
-        raise JobError(f"--step {which}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those that it has")
+        raise JobError(f"--step {step}: {job.name} has no checkpoint of that step; `elastic checkpoint ls` lists those that it has")
     if not found:
-        raise JobError(f"--step {which}: {job.name} has no such checkpoint, but has left behind {_named(left)}; name one so to delete it")
+        raise JobError(f"--step {step}: {job.name} has no such checkpoint, but has left behind {_named(left)}; name one so to delete it")
     for version in found:
-        _check_not_needed(run, version, f"--step {which}")
+        _check_not_needed(run, version, f"--step {step}")
     _delete(run, found, "`elastic checkpoint rm`", claim)
     if others := [each for each in left if each not in found]:
         say(f"what {job.name} has left behind stays: {_named(others)}; name one so to delete it")
@@ -195,17 +191,20 @@ def _check_not_needed(run: Run, version: Version, asked: str) -> None:
         raise JobError(f"{asked}: {why} goes on from there, so it stays")
 
 
-def gc(job: Job, dry: bool, force: bool) -> int:
-    """Deletes what no rule keeps and what saves and dead writers have left, or with ``dry`` only says so.
+@command("checkpoint gc", KEEPS)
+def gc(job: Job, /, dry_run: bool = False, force: bool = False) -> int:
+    """Deletes what no rule of the job keeps, and what saves have left unfinished.
 
-    Then it looks for references that nobody needs.  What they have kept goes with the next call.
+    dry_run: only say what would be deleted
+    force: do so even if the run may still be running
+
     Raises :class:`PlatformGaveUp` as :func:`rm` does.
     """
     run, claim = at_rest(job, force, LIVES)
     there = retention.look(run, job.keep())
     found = there.verdict
     begun = {each.version for each in there.listed if each.manifest is None}
-    if dry:
+    if dry_run:
         for version in (*found.marked, *found.due):
             what = "its deletion has begun" if version in found.marked else "never completed" if version in begun else "no rule keeps it"
             say(f"{version} would be deleted: {what}")
@@ -213,10 +212,10 @@ def gc(job: Job, dry: bool, force: bool) -> int:
         never, complete = (each for each in found.due if each in begun), (each for each in found.due if each not in begun)
         _delete(run, (*found.marked, *never, *complete), "`elastic checkpoint gc`", claim)
         run.store.tidy(f"{run.job.name}/")
-    _release(run, dry, claim)
+    _release(run, dry_run, claim)
     number = len(found.marked) + len(found.due)
     rule = "" if job.keep().last else "; checkpoint.keep_last = 0 keeps all that are complete"
-    say(f"{number} {'would be ' if dry else ''}deleted, {len(found.kept)} kept{rule}")
+    say(f"{number} {'would be ' if dry_run else ''}deleted, {len(found.kept)} kept{rule}")
     _tell_of_others(run, there, job.keep().last)
     return 0
 
@@ -247,23 +246,40 @@ def _release(run: Run, dry: bool, claim: int) -> None:
         say(f"{each.version} {then}, which is not there or does not go on from it{again}")
 
 
-def verify(job: Job, step: str | None) -> int:
-    """Checks every digest of the checkpoint of ``step``, or of the newest good one.  Returns 1 if it is not good."""
+@command("checkpoint verify")
+def verify(job: Job, /, step: str | None = None) -> int:
+    """Checks every digest of a checkpoint.
+
+    step: step of the checkpoint, or STEP.GENERATION of one left behind (default: the newest good one)
+    """
     run = Run.begun(job)
     report = run.checkpoints.verify(version_at(run, step))
     say(str(report))
     return 0 if report.good else 1
 
 
+@command("checkpoint export")
 def export(
-    job: Job, step: str | None, folder: Path, *, average: bool = False, transformers: bool = False, accept_code: bool = False
+    job: Job,
+    /,
+    to: Path,
+    step: str | None = None,
+    average: bool = False,
+    transformers: bool = False,
+    accept_code: bool = False,
 ) -> int:
-    """Writes the whole tensors of a checkpoint to ``folder``, with ``average`` those of the average of the weights, and what else makes it
-    a folder that other programs open (:mod:`elastic.train.published`).
+    """Writes whole tensors as safetensors, for other programs.
 
-    With ``transformers`` tensors have the names that this library wants.  Raises :class:`JobError` if ``folder`` has such files, cannot be
-    written, or there is no average, and another :class:`ElasticError` if the model is none of transformers.
+    to: folder to write to
+    step: step of the checkpoint, or STEP.GENERATION of one left behind, or best (default: the newest good one)
+    average: write the average of the weights (optim.average) in place of the weights
+    transformers: name tensors as from_pretrained of transformers wants them
+    accept_code: use today's code, although the step was made by other code
+
+    Raises :class:`JobError` if ``to`` has such files, cannot be written, or there is no average, and another :class:`ElasticError`
+    if the model is none of transformers.
     """
+    import_from_here()
     from elastic.train.published import published  # it imports torch
 
     run = Run.begun(job)
@@ -271,13 +287,13 @@ def export(
     if average and not has_average(run.checkpoints.open(version)):
         raise JobError(f"--average: the checkpoint of {version} has no average of the weights, which optim.average keeps; leave it out")
     made = published(run, job, version, rename=transformers, accept_code=accept_code, tell=lambda each: say(each, "note: ", "yellow"))
-    there = [name for name in (*EXPORTED, *made.more) if (folder / name).exists()]
+    there = [name for name in (*EXPORTED, *made.more) if (to / name).exists()]
     if there:
-        raise JobError(f"--to = {str(folder)!r} has {' and '.join(there[:2])} already, perhaps of another step; name a new folder")
+        raise JobError(f"--to = {str(to)!r} has {' and '.join(there[:2])} already, perhaps of another step; name a new folder")
     try:
-        written = run.checkpoints.export(version, folder, average=average, names=made.names, more=made.more)
+        written = run.checkpoints.export(version, to, average=average, names=made.names, more=made.more)
     except OSError as error:  # an error of the bucket would be a StorageError
-        raise JobError(f"--to = {str(folder)!r} is not a folder that can be written: {error.strerror}; name a new folder") from error
+        raise JobError(f"--to = {str(to)!r} is not a folder that can be written: {error.strerror}; name a new folder") from error
     for path in written:
         say(str(path))
     return 0

@@ -1,4 +1,4 @@
-"""The command ``elastic report``: reads a run in its bucket, and writes its page and its picture."""
+"""The commands that tell of a run from its bucket alone: report, metrics."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from actors.checkpoint_commands import KEEPS
+from actors.parser import command
 from actors.terminal import say
 from elastic.config.values import HIDDEN, is_secret
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.retention import Keep
+from elastic.report.metrics import csv_table, json_line
 from elastic.report.page import page_of
 from elastic.report.page.model import Branch, Checkpoint, Facts
 from elastic.report.page.series import Columns
 from elastic.report.timeline import Timeline
 from elastic.runs import branches, owed, retention
-from elastic.runs.metrics import origin_rows, rows_of
+from elastic.runs.metrics import origin_rows, rows_of, with_origin
 from elastic.runs.quarantine import held_in
 from elastic.runs.run import LOCAL, Run
 from storage import journal
@@ -30,8 +33,12 @@ LEARNT = ("step", "final", "loss", "norm", "lr", "tokens", "validation_loss", "v
 """The numbers that a fork's page shows of its origin's steps: what was learnt, and not when."""
 
 
-def report(job: Job, to: Path | None, png: Path | None) -> int:
-    """Writes the page of the run to ``to``, by default a file named after the run in this folder, and a picture to ``png``.
+@command("report", KEEPS)
+def report(job: Job, /, to: Path | None = None, png: Path | None = None) -> int:
+    """Writes a page with plots of a run: loss, speed, incidents, checkpoints.
+
+    to FILE.html: the page (default: <name>-report.html in this folder)
+    png FILE.png: a picture of the plots, too
 
     Raises :class:`JobError` if there is no such run, or if a file cannot be written.
     """
@@ -48,6 +55,26 @@ def report(job: Job, to: Path | None, png: Path | None) -> int:
     if png is not None:
         _write(png, "--png", png_of(page))
     return 0
+
+
+@command("metrics")
+def metrics(job: Job, /, csv: bool = False) -> None:
+    """Prints the metrics of a run, one line of JSON for each step.
+
+    csv: print them as CSV
+    """
+    try:
+        rows = with_origin(Run.begun(job))
+    except JobError:
+        from actors.living import run_of  # it imports Ray
+
+        run_of(job)
+        rows = iter(())  # before its next save there are none, and its journal lacks the beginning
+    if csv:
+        print(csv_table(list(rows)), end="")
+    else:
+        for row in rows:
+            print(json_line(row))
 
 
 def facts_of(run: Run, keep: Keep, now: float) -> Facts:

@@ -1,11 +1,11 @@
-"""The commands for a run that was started before: status, attach, stop, clean, logs."""
+"""The commands for a run that may live: status, attach, stop, clean, logs, chaos."""
 
 from __future__ import annotations
 
 import platform
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, heads, launch, living
+from actors.chaos import HARMLESS, PERFORMED, Chaos
 from actors.living import ANSWER_S, bucket_of_another, connected, coordinator_of, note_deletion, run_of
 from actors.logs import last_lines
+from actors.parser import command
 from actors.prints import Prints, Reading
 from actors.processes import clear, end_on_sigterm, left_here, life_of, log_folder, nobodys
 from actors.screen import screen_for, show_result
@@ -27,6 +29,7 @@ from elastic.job import Job
 from elastic.runs import owed, skipped
 from elastic.runs.resume import over_fits
 from elastic.runs.run import LOCAL, Run
+from elastic.sim.faults import Kind, draw, from_json
 
 SHOWN_WARNINGS = 6
 """Largest number of warnings about gradients that a line names."""
@@ -80,8 +83,14 @@ class Absent:
         return cls(f"{job.name} {stands}; newest good checkpoint: {newest}{how}{why}{more}", over, end)
 
 
-def status(job: Job, once: bool) -> int:
-    """Prints where the run stands, and follows it unless ``once``.  Raises :class:`JobError` if the bucket has no such run."""
+@command("status")
+def status(job: Job, /, once: bool = False) -> int:
+    """Shows where a run stands, and follows it.
+
+    once: print it once, and do not follow
+
+    Raises :class:`JobError` if the bucket has no such run.
+    """
     coordinator = coordinator_of(job)
     if coordinator is not None:
         note_deletion(job)
@@ -93,17 +102,21 @@ def status(job: Job, once: bool) -> int:
     return 0
 
 
-def attach(job: Job, line: str, quiet: bool = False, prints: str | None = None) -> int:
-    """Shows the run from its start to its end, and returns the exit code of `elastic train`.  Ctrl-C leaves the run as it is.
+@command("attach")
+def attach(job: Job, /, quiet: bool = False, prints: str | None = None) -> int:
+    """Follows a run from its start to its end; Ctrl-C leaves it running.
 
-    If the run is over, returns the code with which it ended.  Raises :class:`PlatformGaveUp` if its bucket does not say how it ended, and
-    :class:`JobError` if the bucket has no such run.
+    quiet -q: print only errors, and how the run ended
+    prints WORKERS: also show what these workers print, one or several such as w3,w5; `first` is one that lives, `all` is every one
+        (default: none)
+
+    Raises :class:`PlatformGaveUp` if its bucket does not say how it ended, and :class:`JobError` if the bucket has no such run.
     """
     coordinator = coordinator_of(job)
     if coordinator is not None:
         note_deletion(job)
         result = launch.follow(job, coordinator, Prints(screen_for(job, quiet=quiet), prints))
-        return show_result(result, Run.find(job).job, line)  # the steps are those of the run, whatever the file says by now
+        return show_result(result, Run.find(job).job)  # the steps are those of the run, whatever the file says by now
     absent = Absent.of(job)
     if absent.end is None:
         raise PlatformGaveUp(absent.said)
@@ -111,11 +124,12 @@ def attach(job: Job, line: str, quiet: bool = False, prints: str | None = None) 
     return launch.exit_code(type(absent.end).__name__, absent.end.job_error if isinstance(absent.end, Failed) else "")
 
 
-def stop(job: Job) -> int:
-    """Stops the run after a save, and follows it to its end.
+@command("stop")
+def stop(job: Job, /) -> int:
+    """Stops a run after a save; `elastic train` goes on from there.
 
-    Raises :class:`PlatformGaveUp` if its coordinator cannot be reached or does not answer, and :class:`JobError` if the bucket has no such
-    run.
+    Raises :class:`PlatformGaveUp` if its coordinator cannot be reached or does not answer, and :class:`JobError` if the bucket has no
+    such run.
     """
     coordinator = coordinator_of(job)
     if coordinator is None:
@@ -187,10 +201,13 @@ def _speed(view: View) -> str:
     return f"; {view.speed}" if view.speed else ""
 
 
-def clean(job: Job, force: bool) -> int:
-    """Ends and removes what a dead run has left on every node: its actors, their shared memory and logs.  What is in the bucket stays.
+@command("clean")
+def clean(job: Job, /, force: bool = False) -> int:
+    """Removes what a dead run has left on its cluster: actors, shared memory, logs on the nodes.
 
-    So does all that belongs to a run of that name in another bucket.  Raises :class:`PlatformGaveUp` if the run lives, unless ``force``.
+    force: end a run that lives, without a save
+
+    Raises :class:`PlatformGaveUp` if the run lives, unless ``force``.
     """
     lives = Run.find(job).lives()
     if not connected(job):
@@ -263,12 +280,14 @@ def _tell(removed: list[str], where: str) -> None:
         say(f"nothing to remove on {where}")
 
 
-def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
-    """Prints the logs of ``workers``, or of every worker that has one: those that were stored, and the last lines of workers that live.
+@command("logs")
+def logs(job: Job, workers: Sequence[str] = (), /, follow: bool = False) -> int:
+    """Prints the last lines of each worker, and how it ended.
 
-    A cluster that was killed has stored none: if it was on this machine, they are read where it has left them.  With ``follow`` it prints
-    what living workers print from now on, until the run is over.  Returns 1 if there are no logs.  Raises :class:`JobError` if the bucket
-    has no such run, and :class:`PlatformGaveUp` if its coordinator does not answer.
+    workers: the workers (default: every one that has a log)
+    follow -f: keep printing what living workers print, until the run is over
+
+    Raises :class:`JobError` if the bucket has no such run, and :class:`PlatformGaveUp` if its coordinator does not answer.
     """
     run, said, prefix = run_of(job), False, f"{job.name}/logs/"
     stored = [f"{prefix}{found[0]}" for found in run.store.matching(prefix, r".+[.]log")]
@@ -300,3 +319,28 @@ def logs(job: Job, workers: Collection[str], follow: bool = False) -> int:
         killed = f"one that was killed leaves them on its nodes, in {log_folder(f'{job.name}-*')}, and here there are none"
         say(f"no logs{of} in {job.bucket}/{prefix}, and {who} lives on a cluster that can be reached from here; {killed}")
     return 0 if said else 1
+
+
+@command("chaos")
+def chaos(job: Job, /, seed: int = 0, faults: int = 10, span: float = 60.0, kinds: Sequence[str] = (), script: Path | None = None) -> None:
+    """Performs faults on a run that lives: real signals and real deaths, drawn from a seed.
+
+    seed: the seed of the faults, not of the job (default: 0)
+    faults: number of faults (default: 10)
+    span SECONDS: time in which they happen (default: 60)
+    kinds KIND: kinds of faults (default: all that can be performed, but bucket_damage)
+    script: perform the faults of this JSON file instead of drawn ones
+    """
+    if unknown := [word for word in kinds if word not in {*Kind}]:
+        raise JobError(f"--kinds: {unknown[0]!r} is no kind of fault; those that can be performed are {', '.join(sorted(PERFORMED))}")
+    try:
+        drawn = from_json(script.read_text()) if script else draw(seed, faults, span, [Kind(kind) for kind in kinds or HARMLESS])
+        if coordinator_of(job) is None:
+            raise PlatformGaveUp(Absent.of(job).said)
+        performer = Chaos(job, drawn, lambda strike: say(str(strike), f"{time.strftime('%H:%M:%S')} ", "dim"))
+    except (ValueError, OSError) as error:
+        raise JobError(f"{f'--script {script}' if script else '--kinds'}: {error}") from None
+    performer.run()
+    performer.close()
+    said = f"{len(performer.performed)} of {len(drawn)} faults performed, written to {performer.record}"
+    say(f"{said}; `elastic replay` tells the rest")

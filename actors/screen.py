@@ -125,20 +125,17 @@ def screen_for(job: Job, *, quiet: bool = False) -> Screen:
     return Screen(job.log_every, quiet=quiet)
 
 
-def show_result(result: Result, job: Job, line: str) -> int:
-    """Prints how the run ended and what the user can do next, and returns the exit code.
-
-    ``line`` is the job file with its options, as the user typed them.
-    """
+def show_result(result: Result, job: Job, local: bool = False) -> int:
+    """Prints how the run ended and what the user can do next, and returns the exit code."""
     if result.job_error and result.job_error not in result.reason:
         say(result.job_error)
     colours = {"Finished": "green", "Stopped": "yellow", "Failed": "red"}
     colour = colours.get(result.state, "yellow")
     say(f" at step {result.step} of {job.steps}: {result.reason}", result.state, colour)
     if result.state not in colours:
-        say(f"the same command attaches to it again, `elastic stop {line}` stops it")
+        say("the same command attaches to it again, `elastic stop` stops it")
     elif result.exit_code in (2, 3):
-        say(f"`elastic train {line}` {_again(result)}")
+        say(f"`elastic train{' --local' if local else ''}` {_again(result)}")
     return result.exit_code
 
 

@@ -12,10 +12,11 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 WIDE = 240
@@ -147,6 +148,14 @@ def say(text: str, head: str = "", style: str = "") -> None:
     Brackets in ``text`` are not markup; commands in it get the job.
     """
     console.print(Text.assemble((head, style), console.pasteable(text)), soft_wrap=not console.is_screen)
+
+
+def show_table(*columns: str, rows: Iterable[Sequence[object]], title: str = "") -> None:
+    """Prints a table.  A cell that is too wide for a terminal goes on below, so that nothing of it is left out."""
+    table = Table(*(Column(name, overflow="fold") for name in columns), title=title)
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(table)
 
 
 def filled(text: str, width: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import inspect
 import json
 import os
 import re
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import elastic
-from actors.cli import _parser
+from actors.parser import commands, parser_of
 from elastic.errors import CodeError
 from elastic.imports import ROOT, _digest, check_packages, code_digest, load, own_digest
 from tests.support.patience import PATIENCE_S
@@ -260,16 +260,20 @@ def test_a_line_that_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None
     assert least < 1.5 and most < 4
 
 
-def test_every_command_is_there() -> None:
-    """A command is named by its module and function, which are imported when it is asked for."""
+@pytest.mark.fast
+def test_every_command_says_what_it_takes() -> None:
+    """Its parser is made of its signature and its docstring.  The control: the parameter of a function that has no line there."""
+    assert len(commands()) > 25
+    for name, (place, declared) in commands().items():
+        there = load(place)
+        assert (inspect.signature(there), there.__doc__) == (inspect.signature(declared), declared.__doc__)
+        assert parser_of(name, there).description
 
-    def commands(parser: argparse.ArgumentParser) -> Iterator[str]:
-        for action in parser._actions:
-            for each in (action.choices or {}).values() if isinstance(action, argparse._SubParsersAction) else ():
-                yield from [performs] if (performs := each.get_default("perform")) else commands(each)
+    def command(silent: bool = False) -> None:
+        """Returns at once."""
 
-    found = [*commands(_parser([]))]
-    assert len(found) > 25 and all(callable(load(f"actors.{each}")) for each in found)
+    with pytest.raises(KeyError, match="silent"):
+        parser_of("nothing", command)
 
 
 def test_a_process_that_stays_alone_does_not_wait_for_the_compiler() -> None:

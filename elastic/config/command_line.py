@@ -1,177 +1,115 @@
-"""The command line: every setting of a job is an option, in addition to the command's own options.
+"""The settings of a job on a command line: every setting is an option, ``--section.option value``.
 
-argparse does the work.  The options, their groups, help and defaults come from the declarations in ``elastic/job.py``.  This file adds what
-argparse lacks: clear sentences for a line that cannot be read, options for the keys of free tables (``--model-args.dim``), and values that
-are read as in TOML (``3``, ``true``, ``[0.9, 0.95]``), lists and tables also as in JSON, or else as text, so that users need not quote
-twice.  One word for a list is a list of one.
+The options follow from the declarations in ``elastic/job.py``, and a key of a free table is one, too (``--model-args.dim``).  Values are
+read as in TOML (``3``, ``true``, ``[0.9, 0.95]``), lists and tables also as in JSON, or else as text, so that users need not quote twice.
+One word for a list is a list of one.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentParser
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
-from pydantic.fields import FieldInfo
-
 from elastic.config.describe import default_of, kinds_of, meaning_of
-from elastic.config.plain_line import PlainParser
-from elastic.config.settings import COMMAND_LINE, Model, annotation_of, leaves, unknown
+from elastic.config.settings import COMMAND_LINE, Model, annotation_of, leaves, option_of, unknown
 from elastic.config.values import is_secret
 from elastic.errors import JobError
 
 FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+VALUE = re.compile(r"$|[^-]|-$|-\.?\d|-[^=]* ", re.DOTALL)
+"""A word that begins like this is a value, and no option: it may be a negative number, or have a space."""
 
 
-def read_options(arguments: Sequence[str], model: Model) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Options:
+    """The settings that a line gives, and the option and the words that gave each."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    words: dict[str, list[str]] = field(default_factory=dict)
+
+    def to_show(self) -> list[str]:
+        """Returns the words that give the same settings.  Others may see them: an option whose value may be a secret has no value."""
+        shown = (words[:1] if is_secret(name, self.settings[name]) else words for name, words in self.words.items())
+        return [word for words in shown for word in words]
+
+
+def read_options(words: Sequence[str], model: Model) -> dict[str, Any]:
     """Returns the settings that the options give: ``["--workers.max", "3", "--seed=1"]`` becomes ``{"workers.max": 3, "seed": 1}``.
 
-    Raises :class:`JobError`.
+    Raises :class:`JobError`, also for a word that gives no setting.
     """
-    settings: dict[str, Any] = Parser(settings=model, add_help=False).parse_args(arguments).settings
-    return settings
+    options, rest = take_options(words, model)
+    if rest:
+        word = min(rest, key=lambda each: not each.startswith("--"))  # an option that is unknown has taken no words
+        raise JobError(f"{COMMAND_LINE}: {no_setting(word, model)}")
+    return options.settings
 
 
-class Parser(PlainParser):
-    """The parser of one command that takes settings.
+def take_options(words: Sequence[str], model: Model, own: Mapping[str, bool] | None = None) -> tuple[Options, list[str]]:
+    """Returns the settings of ``model`` in a line, and the words that give none.
 
-    ``settings`` is the model whose settings these are.  The result has ``settings``, the given values by setting, and
-    ``line``, the option and the words that gave each, by setting too.  ``listed`` says that the help lists them.
-    ``several`` names the positional argument that also takes words after an option.  ``beside`` holds the other commands; an option of one
-    of them is not reported as a misspelt setting.
-
-    If an option of the command has the name of a setting, such as ``--seed`` of ``elastic chaos``, the option of the command counts.
+    ``own`` are the options of the command itself, and whether each takes a value.  One that has the name of a setting, such as ``--seed``
+    of ``elastic chaos``, is an option of the command.  Raises :class:`JobError` for a setting without a value, and for an option of the
+    command that has a setting in the place of its value.
     """
-
-    def __init__(
-        self,
-        *,
-        settings: Model,
-        listed: bool = False,
-        several: str = "",
-        beside: Mapping[str, argparse.ArgumentParser] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(exit_on_error=False, **options)
-        self._model, self._several, self._beside = settings, several, beside or {}
-        self._listed, self._complete = listed, False
-        self.set_defaults(settings={}, line={})
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses as argparse does.  Raises :class:`JobError` for an unknown word or a missing value."""
-        words = [_dashed(word) for word in args]
-        self._complete_settings()
-        self._add_keys(self._model, words)
-        try:
-            known, rest = super().parse_known_args(words, namespace)
-        except argparse.ArgumentError as error:
-            action = self._option_string_actions.get(error.argument_name or "")
-            if isinstance(action, _Setting):
-                raise JobError(f"{COMMAND_LINE}: --{action.dest} has no value; write '--{action.dest} value'") from None
-            self.error(str(error))
-        unread = [word for word in rest if word.startswith("--") and word != "--"]
-        if rest and self._several and not unread:
-            getattr(known, self._several).extend(rest)
-        elif rest:
-            raise JobError(f"{COMMAND_LINE}: {self._refusal(self._model, _as_typed((unread or rest)[0], args))}")
-        return known, []
-
-    def format_help(self) -> str:
-        self._complete_settings()
-        return super().format_help()
-
-    def own_options(self) -> list[str]:
-        return [option for option, action in self._option_string_actions.items() if not isinstance(action, _Setting)]
-
-    def _refusal(self, model: Model, word: str) -> str:
-        if not word.startswith("--"):
-            return f"{word!r} is no option; write '--section.option value', say '--workers.max 3'"
-        typed = word.partition("=")[0]
-        option = _dashed(typed)
-        for other in self._beside.values():
-            if isinstance(other, PlainParser) and option in other.own_options():
-                return f"'{self.prog}' has no option '{option}', unlike '{other.prog}'; leave it out"
-        if option == "--dry-run":
-            return f"'{self.prog}' has no option '--dry-run'; `elastic estimate` checks a job and starts nothing"
-        own = [_name(each) for each in self.own_options() if each.startswith("--")]
-        return unknown(_name(option), model, typed, also=own)
-
-    def _complete_settings(self) -> None:
-        """Adds the options of the settings, after the command's own options, which count."""
-        if not self._complete:
-            self._complete = True
-            self._add_settings(self._model)
-
-    def _add_settings(self, model: Model) -> None:
-        groups: dict[str, Any] = {}
-        for name, field in leaves(model).items():
-            section = name.rpartition(".")[0]
-            if section.endswith("[]"):  # a list is one option, so the settings of its items have none
-                continue
-            if self._listed and section not in groups:
-                about = meaning_of(model.model_fields[section].annotation) if section else None
-                groups[section] = self.add_argument_group(f"settings in [{section}]" if section else "settings", about)
-            self._add_setting(groups.get(section, self), name, field, self._listed)
-
-    def _add_setting(self, group: Any, name: str, field: FieldInfo, listed: bool) -> None:
-        option = name.replace("_", "-")
-        if f"--{option}" in self._option_string_actions:  # an option of the command
-            return
-        about: dict[str, Any] = {"action": _Setting, "annotation": field.annotation, "dest": name, "help": argparse.SUPPRESS}
-        if field.annotation is bool:
-            group.add_argument(f"--no-{option}", nargs=0, const=False, **about)
-            about |= {"nargs": "?", "const": True}
-        elif get_origin(field.annotation) is tuple:
-            about |= {"nargs": "+"}
-        if listed:
-            kinds = ["value"] if about.get("nargs") == "+" else kinds_of(field.annotation, field.metadata)
-            metavar = "|".join(kind.strip("`") if "`" in kind else kind.split()[0].upper() for kind in kinds)
-            default = f"default: {default_of(field)}" if default_of(field) else "required"
-            about |= {"metavar": metavar, "help": f"{meaning_of(field)} ({default})".replace("%", "%%")}
-        group.add_argument(f"--{option}", **about)
-
-    def _add_keys(self, model: Model, words: Sequence[str]) -> None:
-        """Adds an option for each key of a free table in the line; these keys are not declared anywhere."""
-        for word in words:
-            option = word.partition("=")[0]
-            if option.startswith("--") and option not in self._option_string_actions and annotation_of(model, _name(option)) is Any:
-                self._add_setting(self, _name(option), FieldInfo(annotation=Any), listed=False)
+    options, rest, waiting, own = Options(), list[str](), deque(words), own or {}
+    while waiting:
+        word = waiting.popleft()
+        typed, equals, text = word.partition("=")
+        option, name = typed.replace("_", "-"), _name(typed)
+        if option in own:
+            rest.append(f"{option}{equals}{text}")
+            continue
+        kind, flag = _kind(name, model), True
+        if kind is None and not equals and _kind(name.removeprefix("no_"), model) is bool:
+            kind, flag, name = bool, False, name.removeprefix("no_")
+        if kind is None or not word.startswith("--"):
+            rest.append(word)
+            continue
+        if rest and own.get(rest[-1]):
+            raise JobError(f"{COMMAND_LINE}: {rest[-1]} has no value; write '{rest[-1]} value'")
+        given, most = [text] * bool(equals), len(waiting) if get_origin(kind) is tuple else int(flag)
+        while waiting and not equals and len(given) < most and VALUE.match(waiting[0]):
+            given.append(waiting.popleft())
+        if not given and kind is not bool:
+            raise JobError(f"{COMMAND_LINE}: --{name} has no value; write '--{name} value'")
+        options.settings[name] = _value(given, kind) if given else flag
+        options.words[name] = [option, *given]
+    return options, rest
 
 
-class _Setting(argparse.Action):
-    """The option of one setting.  ``annotation`` is the setting's type, which decides how the words are read."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, annotation: Any = None, **options: Any) -> None:
-        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **options)
-        self.annotation = annotation
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        words = [word for word in (values if isinstance(values, list) else [values]) if isinstance(word, str)]
-        read = words if self.annotation is str else [_read(word, self.annotation) for word in words]
-        value = self.const if not read else read[0] if len(read) == 1 else read
-        if get_origin(self.annotation) is tuple and not isinstance(value, list) and not _is_misread(value, self.annotation):
-            value = [value]
-        namespace.settings = namespace.settings | {self.dest: value}
-        namespace.line = namespace.line | {self.dest: [option_string, *words]}
+def no_setting(word: str, model: Model, own: Iterable[str] = ()) -> str:
+    """Returns the sentence for a word that gives no setting of ``model``, and is none of the ``own`` options of the command."""
+    if not word.startswith("--"):
+        return f"{word!r} is no option; write '--section.option value', say '--workers.max 3'"
+    typed = word.partition("=")[0]
+    return unknown(_name(typed), model, typed, also=map(_name, own))
 
 
-def words_to_show(known: argparse.Namespace) -> list[str]:
-    """Returns the words of the line that gave the settings.  Others may see them: an option whose value may be a secret has none."""
-    return [word for name, words in known.line.items() for word in (words[:1] if is_secret(name, known.settings[name]) else words)]
-
-
-def _dashed(word: str) -> str:
-    """Returns the word with dashes in the name of an option: ``--checkpoint.save_every`` and ``--checkpoint.save-every`` are the same."""
-    option, equals, value = word.partition("=")
-    return f"{option.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
-
-
-def _as_typed(word: str, args: Sequence[str]) -> str:
-    """Returns the word of the line that :func:`_dashed` made ``word`` of."""
-    return next((typed for typed in args if _dashed(typed) == word), word)
+def list_settings(parser: ArgumentParser, model: Model) -> None:
+    """Adds the settings to the help of ``parser``, in groups of their sections."""
+    groups = dict[str, Any]()
+    for name, setting in leaves(model).items():
+        section = name.rpartition(".")[0]
+        if section.endswith("[]"):  # a list is one option, so the settings of its items have none
+            continue
+        if section not in groups:
+            about = meaning_of(model.model_fields[section].annotation) if section else None
+            groups[section] = parser.add_argument_group(f"settings in [{section}]" if section else "settings", about)
+        several = get_origin(setting.annotation) is tuple
+        kinds = ["value"] if several else kinds_of(setting.annotation, setting.metadata)
+        metavar = "|".join(kind.strip("`") if "`" in kind else kind.split()[0].upper() for kind in kinds)
+        default = f"default: {default_of(setting)}" if default_of(setting) else "required"
+        about = f"{meaning_of(setting)} ({default})".replace("%", "%%")
+        number = "+" if several else "?" if setting.annotation is bool else None
+        groups[section].add_argument(option_of(name), metavar=metavar, help=about, nargs=number)
 
 
 def _name(option: str) -> str:
@@ -179,15 +117,30 @@ def _name(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
 
 
-def _read(text: str, annotation: Any) -> Any:
+def _kind(name: str, model: Model) -> Any:
+    """Returns the type of a setting that an option can give: ``Any`` for a key of a free table, None if there is no such setting."""
+    if name in (declared := leaves(model)) and "[" not in name:
+        return declared[name].annotation
+    return Any if annotation_of(model, name) is Any else None
+
+
+def _value(words: Sequence[str], kind: Any) -> Any:
+    read = words if kind is str else [_read(word, kind) for word in words]
+    value = read[0] if len(read) == 1 else list(read)
+    if get_origin(kind) is tuple and not isinstance(value, list) and not _is_misread(value, kind):
+        return [value]
+    return value
+
+
+def _read(text: str, kind: Any) -> Any:
     """Returns the value of a word as TOML reads it, and also accepts ``.5``, ``007`` and ``yes``, which TOML does not know."""
     value = _literal(text)
-    if annotation is bool:
+    if kind is bool:
         return FLAGS.get(str(value).lower(), value)
-    if isinstance(value, str) and annotation is not Any:
-        for kind in (int, float):
+    if isinstance(value, str) and kind is not Any:
+        for number in (int, float):
             with suppress(ValueError):
-                return kind(text)
+                return number(text)
     return value
 
 
@@ -202,6 +155,6 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _is_misread(value: Any, annotation: Any) -> bool:
+def _is_misread(value: Any, kind: Any) -> bool:
     """Returns whether the value of a list is a text that was meant as several values, and could not be read as such."""
-    return isinstance(value, str) and (str not in get_args(annotation) or f"{value.strip()[:1]}{value.strip()[-1:]}" in ("[]", "()"))
+    return isinstance(value, str) and (str not in get_args(kind) or f"{value.strip()[:1]}{value.strip()[-1:]}" in ("[]", "()"))

@@ -335,42 +335,35 @@ def _missing(setting: str) -> str:
     return f"{setting} is missing; set it in the file ({setting.rpartition('.')[2]} = ...){option}"
 
 
+EXPECTED = {
+    "greater_than_equal": "must be {ge:g} or more",
+    "greater_than": "must be more than {gt:g}",
+    "less_than_equal": "must be {le:g} or less",
+    "less_than": "must be less than {lt:g}",
+    "literal_error": "must be {expected}",
+    "value_error": "{error}",
+    "too_short": "must have {min_length} values",
+    "too_long": "must have {max_length} values",
+    "invalid-json-value": "must be text, a number, true or false, a list or a table: it travels to every worker",
+    "missing": "is missing",
+    "int": "must be a whole number",
+    "float": "must be a finite number",
+    "finite": "must be a finite number",
+    "bool": "must be true or false",
+    "string": "must be text",
+    "tuple": "must be a list",
+    "list": "must be a list",
+    "model": "must be a table of settings",
+    "dict": "must be a table of settings",
+}
+"""The demands that a value does not meet, by the type of pydantic's complaint, or the first word of it."""
+
+
 def _expected(problem: Any) -> str:
     """Returns the demand that the value does not meet: ``must be …``."""
-    kind, context = problem["type"], problem.get("ctx", {})
-    match kind.partition("_")[0], kind:
-        case _, "greater_than_equal":
-            return f"must be {context['ge']:g} or more"
-        case _, "greater_than":
-            return f"must be more than {context['gt']:g}"
-        case _, "less_than_equal":
-            return f"must be {context['le']:g} or less"
-        case _, "less_than":
-            return f"must be less than {context['lt']:g}"
-        case _, "literal_error":
-            return f"must be {context['expected']}"
-        case _, "value_error":
-            return str(context["error"])
-        case "int", _:
-            return "must be a whole number"
-        case "float" | "finite", _:
-            return "must be a finite number"
-        case "bool", _:
-            return "must be true or false"
-        case "string", _:
-            return "must be text"
-        case _, "too_short" | "too_long":
-            return f"must have {context.get('max_length', context.get('min_length'))} values"
-        case _, "invalid-json-value":
-            return "must be text, a number, true or false, a list or a table: it travels to every worker"
-        case _, "missing":
-            return "is missing"
-        case "tuple" | "list", _:
-            return "must be a list"
-        case "model" | "dict", _:
-            return "must be a table of settings"
-        case _:
-            return f"cannot be used: {problem['msg']}"
+    kind = problem["type"]
+    demand = EXPECTED.get(kind) or EXPECTED.get(kind.partition("_")[0]) or f"cannot be used: {problem['msg']}"
+    return demand.format(**problem.get("ctx", {}))
 
 
 def _joined(said: Sequence[str]) -> list[str]:

@@ -187,12 +187,12 @@ def test_a_small_file_of_the_newest_checkpoint_is_damaged(
 def test_the_last_line_names_a_checkpoint_only_if_there_is_one(damaged: tuple[Job, Version], capsys: pytest.CaptureFixture[str]) -> None:
     job, _ = damaged
     result = Result("Failed", "a test", STOP, 2, job.bucket, job.name)
-    assert show_result(result, job, "job.toml") == 2
-    assert "`elastic train job.toml` goes on from the newest good checkpoint" in " ".join(capsys.readouterr().out.split()), "the control"
+    assert show_result(result, job) == 2
+    assert "`elastic train` goes on from the newest good checkpoint" in " ".join(capsys.readouterr().out.split()), "the control"
     shutil.rmtree(Path(job.bucket) / job.name / "steps")
-    assert show_result(result, job, "job.toml") == 2
+    assert show_result(result, job) == 2
     said = " ".join(capsys.readouterr().out.split())
-    assert "`elastic train job.toml` begins again at step 0: no checkpoint was completed" in said and "newest" not in said
+    assert "`elastic train` begins again at step 0: no checkpoint was completed" in said and "newest" not in said
 
 
 def test_r23_a_run_that_was_restarted_in_vain_is_not_started_once_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

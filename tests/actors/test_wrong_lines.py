@@ -143,7 +143,7 @@ def test_a_bucket_that_is_a_file_is_told_by_commands_that_look(job: str, tmp_pat
         ),
         (["data", "prepare"], "elastic data prepare: it needs source and destination; write `elastic data prepare texts tokens` ("),
         (["trian", "job.toml"], "elastic: there is no command 'trian'; there are train, rollback, "),
-        (["simulate", "--nope"], "elastic: unrecognized arguments: --nope (`elastic --help` tells more)"),
+        (["simulate", "--nope"], "elastic simulate: unrecognized arguments: --nope (`elastic simulate --help` tells more)"),
     ],
 )
 def test_a_line_that_is_not_complete_is_one_sentence(job: str, capsys: Shown, words: list[str], sentence: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from elastic.config.command_line import Parser, read_options, words_to_show
+from elastic.config.command_line import Options, list_settings, read_options, take_options
 from elastic.config.settings import leaves, merge, read_toml, source_of
 from elastic.errors import JobError
 from elastic.job import Job
@@ -124,12 +125,12 @@ def test_and_no_others(line: str) -> None:
 
 
 def test_a_commands_own_option_comes_before_a_setting_of_that_name() -> None:
-    parser = Parser(settings=Job)
-    parser.add_argument("--seed", type=int)
-    known = parser.parse_args(["--seed", "7", "--steps", "3"])
-    assert (known.seed, known.settings, known.line) == (7, {"steps": 3}, {"steps": ["--steps", "3"]})
-    plain = Parser(settings=Job).parse_args(["--seed", "7"])
-    assert plain.settings == {"seed": 7}, "the control"
+    options, rest = take_options(["--seed", "7", "--steps", "3"], Job, {"--seed": True})
+    assert (rest, options) == (["--seed", "7"], Options({"steps": 3}, {"steps": ["--steps", "3"]}))
+    with pytest.raises(JobError, match=r"^command line: --seed has no value; write '--seed value'"):
+        take_options(["--seed", "--steps", "3", "7"], Job, {"--seed": True})
+    options, rest = take_options(["--seed", "7"], Job)
+    assert (rest, options.settings) == ([], {"seed": 7}), "the control"
 
 
 FILE = 'name = "a"\nbucket = "/b"\nmodel = "a.b:c"\nsteps = 9\nglobal_batch = 8\n[data]\ndataset = "a.b:c"\n'
@@ -179,18 +180,18 @@ def test_the_words_of_a_line_say_the_same_again(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('name = "a"\nbucket = "/b"\n')
     line = ["--optim.betas", ".8", "0.9", "--no-reproducible", "--model_args.kv_heads=2", "--name", "-1"]
-    known = Parser(settings=Job).parse_args(line)
-    assert Job.load(path, words_to_show(known)) == Job.load(path, line) == Job.load(path, known.settings)
-    assert Job.load(path, known.settings).model_args == {"kv_heads": 2}
+    options, _ = take_options(line, Job)
+    assert Job.load(path, options.to_show()) == Job.load(path, line) == Job.load(path, options.settings)
+    assert Job.load(path, options.settings).model_args == {"kv_heads": 2}
 
 
 def test_the_words_to_show_have_no_secret_and_lack_a_value_in_its_place() -> None:
     """Pasted, they are refused.  The control: all others say the same again."""
     line = ["--steps", "3", "--data.args.api-key", "hush", "--metrics.sinks", '{"mlflow": {"uri": "hush"}}', "--data.args.dir=/keys"]
-    known = Parser(settings=Job).parse_args(line)
-    shown = words_to_show(known)
+    options, _ = take_options(line, Job)
+    shown = options.to_show()
     assert shown == ["--steps", "3", "--data.args.api-key", "--metrics.sinks", "--data.args.dir", "/keys"]
-    assert known.settings["data.args.api_key"] == "hush" and known.line["data.args.api_key"] == ["--data.args.api-key", "hush"]
+    assert options.settings["data.args.api_key"] == "hush" and options.words["data.args.api_key"] == ["--data.args.api-key", "hush"]
     for words, option in ((shown, "--data.args.api_key"), (shown[3:], "--metrics.sinks")):
         with pytest.raises(JobError, match=f"^command line: {option} has no value; write '{option} value'"):
             read_options(words, Job)
@@ -201,12 +202,12 @@ def test_help_groups_settings_by_section_with_meaning_and_default(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    Parser(settings=Job, listed=True).print_help()
+    parser = ArgumentParser()
+    list_settings(parser, Job)
+    parser.print_help()
     shown = capsys.readouterr().out
     for name in leaves(Job):
         if "[]" not in name:
             assert re.search(rf"^  --{name.replace('_', '-')} .*?\w\S* \((default: .+|required)\)$", shown, re.M | re.S), name
     assert re.search(r"^settings in \[workers\]:\n  The number of worker processes.*\n\n  --workers\.min INTEGER", shown, re.M)
     assert "--parallel.dp-shard INTEGER|auto\n" in shown and "--compile [true|false]" in shown
-    Parser(settings=Job).print_help()
-    assert "--workers.min" not in capsys.readouterr().out, "the help of other commands stays short"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic.config.command_line import Parser
+from actors.cli import main
 from elastic.config.sections import Fault, Optim, Parallel, Workers
 from elastic.config.settings import leaves, nearest
 from elastic.errors import JobError
@@ -85,7 +85,12 @@ def test_an_option_reads_as_its_setting_wants(job_file: Path, options: list[str]
 
 
 def test_help_shows_every_setting_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    Parser(settings=Job, listed=True).print_help()
+    """The control: the help of other commands stays short."""
+    with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    assert "--workers.min" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
     shown = capsys.readouterr().out
     tables = {"model_args", "data.args", "optim.args", "faults"}
     assert [name for name in leaves(Job) if "[" not in name and name not in tables and f"--{name.replace('_', '-')}" not in shown] == []

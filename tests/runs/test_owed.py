@@ -306,7 +306,7 @@ def test_what_is_owed_is_what_the_run_has_recorded_whatever_the_job_file_says(ca
         assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if "export" in line] == ["10", "20"]
         assert checkpoint_commands.ls(job) == 0 and capsys.readouterr().out.count("owed") == 2
         assert checkpoint_commands.show(job, "10") == 0 and "kept by     owed" in capsys.readouterr().out
-        assert checkpoint_commands.gc(job, dry=True, force=True) == 0
+        assert checkpoint_commands.gc(job, dry_run=True, force=True) == 0
         deleted = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
         assert deleted == [8, 12, 14, 16, 18, 22, 24], "10 and 20, and the last two, stay"
         assert "owed: export of step 10, export of step 20" in Absent.of(job).said
@@ -379,7 +379,7 @@ def test_l7_what_owes_something_is_kept_until_it_is_done_or_given_up(capsys: pyt
         save(run, step)
     assert rounds(run, claim, 28) == [10, 20, 26, 28]
     assert checkpoint_commands.ls(run.job) == 0 and capsys.readouterr().out.count("owed") == 2
-    assert checkpoint_commands.gc(run.job, dry=False, force=True) == 0 and rounds(run, claim, 28) == [10, 20, 26, 28]
+    assert checkpoint_commands.gc(run.job, dry_run=False, force=True) == 0 and rounds(run, claim, 28) == [10, 20, 26, 28]
     paid(run, 10)
     for _ in range(3):
         owed.failed(run, Debt(Version(20, 1), "export"), Failure("no such thing"))
@@ -399,7 +399,7 @@ def test_an_export_has_the_bytes_of_the_command(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / f"{PARTIAL}1234").write_bytes(b"of a process that died")
     pay(run, run.job, debt)
-    assert checkpoint_commands.export(run.job, "10", tmp_path / "by-hand") == 0
+    assert checkpoint_commands.export(run.job, tmp_path / "by-hand", "10") == 0
     found = owed.result(run, debt)
     assert [path.name for path in (tmp_path / "bucket" / "toy" / "exports").rglob("*.*")] == ["model.safetensors"], "a part is cleared"
     there, expected = run.store.get(found["place"]), (tmp_path / "by-hand" / "model.safetensors").read_bytes()

@@ -23,7 +23,7 @@ from tests.support.patience import PATIENCE_S
 
 def gc(run: Run) -> list[int]:
     """Deletes by command, without a rule that keeps an old checkpoint, and returns the steps that are left."""
-    assert checkpoint_commands.gc(run.job.replace(checkpoint={"keep_last": 2}), dry=False, force=True) == 0
+    assert checkpoint_commands.gc(run.job.replace(checkpoint={"keep_last": 2}), dry_run=False, force=True) == 0
     return [each.version.step for each in run.checkpoints.versions()]
 
 
@@ -40,7 +40,7 @@ def test_l7_a_reference_that_nobody_needs_is_collected(ended: str, capsys: pytes
         forks.refer(run.store, lost, "lost")
     if ended == "its name was used for another run":
         Run.open(run.job.replace(name="lost"))
-    assert checkpoint_commands.gc(run.job.replace(checkpoint={"keep_last": 2}), dry=True, force=True) == 0
+    assert checkpoint_commands.gc(run.job.replace(checkpoint={"keep_last": 2}), dry_run=True, force=True) == 0
     assert not run.store.list("run/unused/") and "step 3 of generation 1 is kept for the run 'lost'" in capsys.readouterr().out
     assert [gc(run), len(run.store.list("run/references/")), len(run.store.list("run/unused/"))] == [[1, 2, 3, 5, 6], 3, 1]
     assert [gc(run), len(run.store.list("run/references/")), len(run.store.list("run/unused/"))] == [[1, 2, 3, 5, 6], 2, 0]

@@ -329,8 +329,8 @@ def test_a_checkpoint_that_was_left_behind_can_be_looked_at_when_it_is_named(
         assert str(version) in said
         said.clear()
         assert checkpoint_commands.verify(run.job, named) == 0 and str(version) in said[-1]
-        assert checkpoint_commands.export(run.job, named, tmp_path / f"to-{named}") == 0
-    assert checkpoint_commands.diff(run.job, ["3.1", "3"], every=False, top=0) == 0
+        assert checkpoint_commands.export(run.job, tmp_path / f"to-{named}", named) == 0
+    assert checkpoint_commands.diff(run.job, ["3.1", "3"], all=False, top=0) == 0
     for named, why in (
         ("5", r"no good checkpoint at step 5 .*it has left behind 5\.1"),
         ("5.2", r"left behind 5\.1"),
@@ -372,7 +372,7 @@ def test_a_bucket_without_room_for_a_mark_names_a_folder_that_may_go(
     run, _ = ended(checkpoint={"keep_last": 2})
     full, opened = Refuses(run.store), ObjectStore.open
     for command in (
-        lambda: checkpoint_commands.gc(run.job, dry=False, force=False),
+        lambda: checkpoint_commands.gc(run.job, dry_run=False, force=False),
         lambda: checkpoint_commands.rm(run.job, "2", force=False),
     ):
         monkeypatch.setattr(ObjectStore, "open", lambda url: full)
@@ -393,7 +393,7 @@ def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple
     run, said = ended(checkpoint={"keep_last": 2, "keep_every": 3})
     write(run.checkpoints, Version(2, 8), STATE, 1)
     run.checkpoints.mark(Version(1, 1), "a round that was the last of its coordinator")
-    every = checkpoint_commands.gc(run.job.replace(checkpoint={"keep_last": 0}), dry=True, force=False)
+    every = checkpoint_commands.gc(run.job.replace(checkpoint={"keep_last": 0}), dry_run=True, force=False)
     assert every == 0 and said[-1] == "2 would be deleted, 5 kept; checkpoint.keep_last = 0 keeps all that are complete"
     said.clear()
     folder = Path(run.job.bucket) / run.job.name
@@ -401,7 +401,7 @@ def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple
     for path in dead:
         path.parent.mkdir(exist_ok=True)
         path.mkdir() if path.parent.name == "steps" else path.write_bytes(b"half")
-    assert checkpoint_commands.gc(run.job, dry=True, force=False) == 0
+    assert checkpoint_commands.gc(run.job, dry_run=True, force=False) == 0
     assert said == [
         "step 1 of generation 1 would be deleted: its deletion has begun",
         "step 2 of generation 1 would be deleted: no rule keeps it",
@@ -410,7 +410,7 @@ def test_l7_gc_applies_the_rules_and_collects_orphans(ended: Callable[..., tuple
         "4 would be deleted, 3 kept",
     ]
     assert len(run.checkpoints.versions()) == 7, "it only said so"
-    assert checkpoint_commands.gc(run.job, dry=False, force=False) == 0
+    assert checkpoint_commands.gc(run.job, dry_run=False, force=False) == 0
     assert [each.version.step for each in run.checkpoints.versions()] == [3, 5, 6]
     assert not any(path.exists() for path in dead), "what dead writers have left half written"
     assert all(run.checkpoints.verify(each.version).good for each in run.checkpoints.versions())
@@ -423,7 +423,7 @@ def test_l7_a_run_that_may_live_is_left_alone(ended: Callable[..., tuple[Run, li
         with pytest.raises(PlatformGaveUp, match=r"has told no end, and its cluster on this machine.*--force"):
             command(False)
     assert len(run.checkpoints.versions()) == 6
-    assert checkpoint_commands.gc(run.job, dry=False, force=True) == 0
+    assert checkpoint_commands.gc(run.job, dry_run=False, force=True) == 0
     assert len(run.checkpoints.versions()) == 2
 
 
@@ -437,7 +437,7 @@ def test_a_command_ends_when_the_run_begins_again(ended: Callable[..., tuple[Run
 
     monkeypatch.setattr(Checkpoints, "mark", marks)
     with pytest.raises(PlatformGaveUp, match="another command has begun to train toy"):
-        checkpoint_commands.gc(run.job, dry=False, force=False)
+        checkpoint_commands.gc(run.job, dry_run=False, force=False)
     assert len(run.checkpoints.versions()) == 6
 
 

@@ -90,9 +90,9 @@ def goes_on(bucket: str, at: int, ended: int) -> None:
     whole = [each.version.step for each in listed if each.good and run is not None and run.checkpoints.verify(each.version).good]
     with redirect_stdout(sys.stderr):
         if manifests and at % 2:
-            gc(job_of(bucket), dry=False, force=False)
+            gc(job_of(bucket), dry_run=False, force=False)
         state = run_local(job_of(bucket), lambda line: None)[0]
-        gc(job_of(bucket), dry=False, force=False)
+        gc(job_of(bucket), dry_run=False, force=False)
     run = Run.open(job_of(bucket))
     good = [each.version.step for each in run.checkpoints.versions() if run.checkpoints.verify(each.version).good]
     steps = Path(bucket, "toy", "steps")

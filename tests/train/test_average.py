@@ -119,7 +119,7 @@ def test_commands_take_the_average_if_asked(tmp_path: Path) -> None:
     job = averaged_job(tmp_path, validation=aside)
     run_local(job, lambda line: None)
     for name, average in (("average", True), ("weights", False)):
-        export(job, None, tmp_path / name, average=average)
+        export(job, tmp_path / name, None, average=average)
     averages, weights = (load_file(tmp_path / name / "model.safetensors") for name in ("average", "weights"))
     stored = load_file(tmp_path / "weights" / "optimizer.safetensors")
     assert averages.keys() == weights.keys()
@@ -140,8 +140,8 @@ def test_a_branch_begins_an_average_with_the_weights(tmp_path: Path, settings: d
     run_local(job, lambda line: None)
     averaged = averaged_job(tmp_path, checkpoint={"save_every": 1, "keep_last": 0}, **settings)
     launch(averaged, local=True, branch=True, resume=STEPS - 1, show=lambda line: None)
-    export(averaged, str(STEPS - 1), tmp_path / "base")
-    export(averaged, None, tmp_path / f"export-{STEPS}")
+    export(averaged, tmp_path / "base", str(STEPS - 1))
+    export(averaged, tmp_path / f"export-{STEPS}", None)
     base, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", f"export-{STEPS}"))
     averages = kept(averaged)
     assert averages.keys() == after.keys()
@@ -154,7 +154,7 @@ def test_without_an_average_none_is_given(tmp_path: Path) -> None:
     job = averaged_job(tmp_path, 0.0, validation={"every": STEPS})
     run_local(job, lambda line: None)
     with pytest.raises(JobError, match=r"--average: the checkpoint of step 4 .* has no average of the weights, which optim\.average keeps"):
-        export(job, None, tmp_path / "out", average=True)
+        export(job, tmp_path / "out", None, average=True)
     with pytest.raises(JobError, match=r"--average: .* since optim\.average = 0; leave it out"):
         evaluate_here(job, average=True)
     with pytest.raises(JobError, match=r"optim\.average = 1\.0 must be less than 1"):

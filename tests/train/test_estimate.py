@@ -288,9 +288,14 @@ def test_torch_does_not_warn_of_what_the_policy_chooses(tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["estimate"], ["estimate", "--params", "-3"], ["estimate", "job.toml", "--params", "7"], ["estimate", "--params", "7", "--seed", "1"]],
+    ("words", "said"),
+    [
+        ("estimate", "takes a job file, or --params and a number"),
+        ("estimate --params -3", "--params = -3 is no number of parameters"),
+        ("estimate job.toml --params 7", "takes a job file, or --params and a number"),
+        ("estimate --params 7 --seed 1", "--seed 1 has no effect without a job file"),
+    ],
 )
-def test_a_line_that_says_nothing_is_refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    assert main(words) == 1
-    assert "--params" in capsys.readouterr().out
+def test_a_line_that_says_nothing_is_refused(capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    assert main(words.split()) == 1
+    assert said in capsys.readouterr().out

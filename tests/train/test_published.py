@@ -70,7 +70,7 @@ def ours(job: Job) -> nn.Module:
 
 
 def exported(job: Job, folder: Path, **how: Any) -> Path:
-    assert export(job, None, folder, **how) == 0
+    assert export(job, folder, None, **how) == 0
     return folder
 
 
@@ -148,7 +148,7 @@ def test_a_model_that_is_none_of_transformers_is_refused(tmp_path: Path, capsys:
     for name, model in (("own", "tests.support.toys:own"), ("derived", derived)):
         job = trained(tmp_path / name, model, {})
         with pytest.raises(ElasticError, match=r"--transformers: model = .* has no equivalent there"):
-            export(job, None, tmp_path / "no", transformers=True)
+            export(job, tmp_path / "no", None, transformers=True)
         assert not (tmp_path / "no").exists()
         capsys.readouterr()
         there = sorted(each.name for each in exported(job, tmp_path / f"{name}-plain").iterdir())
@@ -169,7 +169,7 @@ def test_the_weights_are_written_without_code_and_data(
     assert there == ["model.safetensors", "optimizer.safetensors"]
     assert "without the files of a tokenizer: data.args.path = " in " ".join(capsys.readouterr().out.split())
     with pytest.raises(ElasticError, match="the code is not as it was"):
-        export(job, None, tmp_path / "c", transformers=True)
+        export(job, tmp_path / "c", None, transformers=True)
 
 
 FAILS = False
@@ -226,7 +226,7 @@ def test_a_model_of_transformers_has_its_config_beside_it(texts: Path, tmp_path:
     for each in ("model", "optimizer"):
         (folder / f"{each}.safetensors").unlink()
     with pytest.raises(JobError, match=r"has (?!model).*config\.json.* already"):
-        export(job, None, folder)
+        export(job, folder, None)
 
 
 class Wrapped(nn.Module):
@@ -271,7 +271,7 @@ def test_a_model_with_one_of_transformers_in_it(args: dict[str, bool], tmp_path:
     if args.keys() & {"more", "wider"}:
         said = r"'scale' is outside of the LlamaForCausalLM" if "more" in args else r"of its config has another 'lm_head.weight'"
         with pytest.raises(ElasticError, match=said):
-            export(job, None, tmp_path / "named", transformers=True)
+            export(job, tmp_path / "named", None, transformers=True)
         return
     folder = exported(job, tmp_path / "named", transformers=True)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

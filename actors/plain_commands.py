@@ -1,0 +1,115 @@
+"""The commands that take no job: data, simulate, dtypes, settings.  Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from actors.parser import command
+from actors.terminal import say, show_table
+from elastic.errors import JobError
+
+
+@command("data prepare")
+def prepare(
+    source: Sequence[str],
+    destination: str,
+    /,
+    suffix: list[str] | None = None,
+    text_field: str = "text",
+    tokenizer: str | None = None,
+    train_bpe: int | None = None,
+    end_of_document: str | None = None,
+    held_out: float = 0.0,
+    unique: bool = False,
+) -> None:
+    """Makes token shards from text, JSON lines and parquet.
+
+    source: folders, files or URLs
+    destination: a new folder or URL
+    suffix: suffix of the files to read, once for each (default: .txt .md .rst .py .jsonl .parquet)
+    text_field: field of JSON lines and parquet that holds the text (default: text)
+    tokenizer PATH: a tokenizer.json of Hugging Face, or its folder (default: the bytes of the text)
+    train_bpe VOCABULARY: train a byte-level BPE with this many entries on the text, in place of --tokenizer
+    end_of_document TOKEN: token at the end of a document (default: the tokenizer's own, such as </s>)
+    held_out PART: part of the documents for validation, such as 0.01, in held-out/
+    unique: leave out documents whose text came before
+    """
+    from elastic.data import prepare as shards
+    from elastic.data.sources import SUFFIXES
+
+    if tokenizer and train_bpe:
+        raise JobError("--tokenizer and --train-bpe both say what makes tokens of the text; leave one of them out")
+    summary = shards.prepare(
+        source,
+        destination,
+        suffix or SUFFIXES,
+        text_field,
+        tokenizer=tokenizer,
+        bpe=train_bpe,
+        end_of_document=end_of_document,
+        held_out=held_out,
+        unique=unique,
+    )
+    say(str(summary))
+
+
+@command("data show")
+def show(dataset: str, /) -> None:
+    """Tells what a dataset is.
+
+    dataset: a folder or URL
+    """
+    from elastic.data.show import show as described
+
+    for name, text in described(dataset).items():
+        say(text, f"{name:<12}", "dim")
+
+
+@command("simulate")
+def simulate(seeds: str = "1000", jobs: int = 1, script: Path | None = None, trace: Path | None = None, pace: float = 1.0) -> int:
+    """Runs the control plane against simulated faults.
+
+    seeds: number of seeds, or FIRST..LAST without LAST (default: 1000)
+    jobs: number of processes (default: 1)
+    script FILE: take the faults from this JSON file, not from the seeds
+    trace FILE: take the machines from this spot trace (CSV: seconds,event,node), in place of --script
+    pace: factor by which the trace runs faster than it was recorded (default: 1)
+    """
+    from elastic.sim import command as simulator
+
+    if script and trace:
+        raise JobError("--script and --trace both say what happens; leave one of them out")
+    try:
+        drawn = simulator.seeds_of(seeds)
+        if script is not None:
+            return simulator.simulate_script(script, drawn, print)
+        if trace is not None:
+            return simulator.simulate_trace(trace, drawn, pace, print)
+    except (OSError, ValueError) as error:
+        raise JobError(str(error)) from None
+    return simulator.simulate_seeds(drawn, jobs, print)
+
+
+@command("dtypes")
+def dtypes() -> None:
+    """Prints the number formats: their bits, their range and their precision."""
+    from elastic.engine.dtypes import FORMATS, format_of
+
+    rows = []
+    for name, dtype in FORMATS.items():
+        found = format_of(dtype)
+        numbers = (found.smallest_normal, found.smallest_subnormal, found.eps)
+        bits, largest = f"{found.exponent} / {found.mantissa}", f"±{found.largest:.6g}"
+        rows.append((name, bits, largest, *(f"{number:.3g}" for number in numbers)))
+    show_table("format", "exponent / mantissa", "largest", "smallest normal", "smallest", "eps", rows=rows)
+
+
+@command("settings")
+def settings() -> None:
+    """Prints every setting of a job as a table, in markdown."""
+    from elastic.config.describe import settings_page
+    from elastic.job import Job
+    from elastic.runs.branches import change_of
+
+    print(settings_page(Job, change_of), end="")

@@ -1,0 +1,75 @@
+"""The command ``elastic replay``: tells what happened in a run, or whether this version decides otherwise, from the journal."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import elastic
+from actors.job_file import JobFile
+from actors.parser import command
+from actors.terminal import say
+from elastic.control.rules import Rules
+from elastic.errors import JobError
+from elastic.report.replay import differences, tell
+from elastic.runs.run import Run
+from storage import journal
+from storage.errors import Damaged
+from storage.journal import Segment
+
+
+@command("replay")
+def replay(file: JobFile, /, check: bool = False, layers: bool = False) -> int:
+    """Tells what happened in a run and why, from its journal alone.
+
+    file job: a job file (TOML), or a file of a journal
+    check: decide everything again, and show where this version decides otherwise
+    layers: show the norms of the gradients of layers, too, where they are recorded
+
+    Raises :class:`JobError` if there is no such journal.
+    """
+    segments, rules = _journal_of(file)
+    if not check:
+        for line in tell(segments, layers=layers):
+            say(line)
+        return 0
+    found = list(differences(segments, elastic.__version__, rules))
+    for each in found:
+        say(str(each))
+    decisions, other = sum(len(records) for _, records in segments), {each.n for each in found if each.what != "reason"}
+    worded = {each.n for each in found} - other
+    say(f"{decisions} decisions: this version decides {len(other)} otherwise and words {len(worded)} differently")
+    return 1 if other else 0
+
+
+def _journal_of(file: JobFile) -> tuple[list[Segment], Rules | None]:
+    """Returns the journal of a run with the rules of its job, or a file of a journal.  Raises :class:`JobError` if there is none."""
+    if file.is_toml:
+        job = file.of_run()
+        if segments := journal.read(Run.begun(job).store, job.name):
+            return segments, job.rules()
+        raise JobError(f"there is no journal of {job.name} in {job.bucket}: it has run there only with --local, which writes none")
+    if file.options.settings:
+        words = shlex.join(file.options.to_show())
+        raise JobError(f"command line: {words}: {file.file!r} is a file of a journal, and has no settings")
+    return _in_file(file.path), None
+
+
+def _in_file(path: Path) -> list[Segment]:
+    """Returns the segments in a file of a journal.  Raises :class:`JobError` for another file, and one that begins without a snapshot."""
+    advice, named = "name a job file, or a file of a journal that begins with a snapshot", repr(str(path))
+    try:
+        raw = path.read_bytes()
+        segments = journal.parse(journal.unpacked(raw, str(path)) if path.suffix == ".gz" else raw, tail=True)
+    except OSError as error:
+        raise JobError(f"{named} cannot be read ({error.strerror}); {advice}") from None
+    except Damaged as error:
+        if error.object not in ("line 1", str(path)):
+            raise Damaged(f"{path}, {error.object}", error.expected, error.found) from None
+        segments = []
+    if not segments:
+        raise JobError(f"{named} is not a file of a journal; {advice}")
+    if (base := segments[0][0].get("continues")) is not None:
+        where = f"the snapshot before it begins {base:012d}.jsonl"
+        raise JobError(f"{named} goes on where another file of the journal ends: {where}; {advice}; the job file replays them all")
+    return segments

@@ -19,9 +19,8 @@ from elastic.report.words import counted
 from elastic.runs import forks, retention
 from elastic.runs.notes import abandoned
 from elastic.runs.quarantine import held_in
-from elastic.runs.resume import BEST, checkpoint
+from elastic.runs.resume import left_behind, parsed, version_at
 from elastic.runs.run import Run
-from elastic.runs.which import left_behind, parsed, version_at
 from storage.checkpoints import EXPORTED, Manifest, has_average
 from storage.errors import Exists, Full
 from storage.slices import Tensor, nbytes
@@ -283,7 +282,7 @@ def export(
     from elastic.train.published import published  # it imports torch
 
     run = Run.begun(job)
-    version = checkpoint(run, BEST) if step == BEST else version_at(run, step)
+    version = version_at(run, step)
     if average and not has_average(run.checkpoints.open(version)):
         raise JobError(f"--average: the checkpoint of {version} has no average of the weights, which optim.average keeps; leave it out")
     made = published(run, job, version, rename=transformers, accept_code=accept_code, tell=lambda each: say(each, "note: ", "yellow"))

@@ -1,7 +1,13 @@
-"""Finds where a command that trains begins: at the newest checkpoint of its run, at an older one, or at one of another run."""
+"""Finds the checkpoint that a command names, and where a command that trains begins: at the newest checkpoint of its run, at an older
+one, or at one of another run.
+
+A checkpoint is named by its step; by its step and its generation, as 400.3, if the run has left it behind; or by a word, as ``best``.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,9 +21,9 @@ from elastic.protocol import lineage
 from elastic.protocol.lineage import Lineage
 from elastic.report.best import Best, Loss, best, enough, mark, number_of, over_fit
 from elastic.runs import branches, forks, metrics
-from elastic.runs.branches import Branches, Origin
+from elastic.runs.branches import Branch, Branches, Origin
+from elastic.runs.notes import abandoned
 from elastic.runs.run import Run
-from elastic.runs.which import is_step, left_behind, version_at
 from storage.errors import StorageError
 from storage.objects import ObjectStore
 
@@ -70,19 +76,17 @@ def start_of(job: Job, resume: str | int = LATEST) -> Start:
     word = str(resume)
     if word == LATEST and not job.init:
         return Start(job)
-    there = Branches(ObjectStore.open(job.bucket), job.name).last()
+    run = Run.find(job)
     if word == LATEST:
-        return Start(job) if there is not None else _warm(job)
-    if is_step(word):
-        return _older(job, Run.begun(job), word)
+        return Start(job) if run.there is not None else _warm(job)
     try:
-        name, which = checkpoint_of(word)
+        name, which = (job.name, word) if is_step(word) else checkpoint_of(word)
     except ValueError as error:
         raise JobError(f"--resume = {word!r} {error}, or be 'latest', or a step of this run{checkpoint_meant(word)}") from None
     if name == job.name:
         return _older(job, Run.begun(job), which)
-    if there is not None:
-        _check_same(job, name, which)
+    if run.there is not None:
+        _check_same(run, name, which)
         return Start(job)
     if job.init:
         raise JobError(f"init = {job.init!r} and --resume {word}: a run begins with the weights of one, or goes on from one; name one")
@@ -93,37 +97,90 @@ def _older(job: Job, run: Run, which: str) -> Start:
     """Returns the start at an older checkpoint of ``run``.  If its newest branch began there, with this job, and has saved a step since, it
     goes on: a supervisor starts the same line again and again.  By then ``best`` may be another one, so the word counts and not its step.
     """
-    newest, begun = run.newest(), run.branches.every()[-1:]
-    again = begun if not branches.changed(job.going_on(run.branches.job()), run.job) else []
+    newest = run.newest() or Version(0, 0)
+    begun = next((each for each in run.branches.every()[-1:] if not branches.changed(job.going_on(each.job), run.job)), None)
 
-    def went_on(there: str) -> Start:
-        said = f"branch {again[0].number} of {job.name} went on from {there} before: it goes on from {newest or Version(0, 0)}"
+    def went_on(begun: Branch, there: str) -> Start:
+        said = f"branch {begun.number} of {job.name} went on from {there} before: it goes on from {newest}"
         return Start(job, said=said + ("; to go back once more, name a step" if which == BEST else ""))
 
-    if again and which == BEST == again[0].word:
-        return went_on(f"{job.name}@best, step {again[0].step},")
+    if begun and which == BEST == begun.word:
+        return went_on(begun, f"{job.name}@best, step {begun.step},")
     version = checkpoint(run, which)
     if "." in which and left_behind(run, [version]):
         raise JobError(
             f"--resume {which}: {run.job.name} has left {version} behind, so it cannot go on from there; a new run can: "
             f"--name OTHER --resume {run.job.name}@{which}"
         )
-    if again and again[0].step == version.step and newest is not None and newest.step > version.step:
-        return went_on(f"step {version.step}")
+    if begun and begun.step == version.step < newest.step:
+        return went_on(begun, f"step {version.step}")
     return Start(job, at=version, word=which)
 
 
 def checkpoint(run: Run, which: str) -> Version:
-    """Returns the good checkpoint of ``run`` that ``latest``, ``best``, or a step with or without its generation names; step 0 is its
-    beginning.
+    """Returns the good checkpoint of ``run`` that ``latest``, or a word of :func:`version_at` names; step 0 is its beginning.
 
     Raises :class:`JobError` if there is none.
     """
-    if which == BEST:
-        return _best(run)
-    if which == "0" and run.checkpoints.inherited:
+    if which != "0":
+        return version_at(run, None if which == LATEST else which, "checkpoint")
+    if run.checkpoints.inherited:
         raise JobError(f"step 0: {run.job.name} was forked at step {min(run.checkpoints.inherited).step}, and has no steps before that")
-    return Version(0, 0) if which == "0" else version_at(run, None if which == LATEST else which, "checkpoint")
+    return Version(0, 0)
+
+
+def is_step(word: str) -> bool:
+    """Returns whether a word is a step, as 400, or a step and its generation, as 400.3."""
+    return re.fullmatch(r"\d+(\.\d+)?", word) is not None
+
+
+def parsed(which: str, setting: str = "--step") -> tuple[int, int | None]:
+    """Returns the step and the generation that a command names, None for the generation of the run's present line."""
+    if not is_step(which):
+        raise JobError(f"{setting} = {which!r} must be a step, as 400, or a step and its generation, as 400.3")
+    step, _, generation = which.partition(".")
+    return int(step), int(generation) if generation else None
+
+
+def version_at(run: Run, which: str | None, setting: str = "--step") -> Version:
+    """Returns the good checkpoint that a command names: by ``best``, a step, or a step and its generation; the newest one for None.
+
+    Raises :class:`JobError` if there is none, which names those that the run has left behind at that step.
+    """
+    if which is None or which == BEST:
+        return _best(run) if which else run.version_at(None)
+    step, generation = parsed(which, setting)
+    good = [each.version for each in run.checkpoints.at(step) if each.good and not run.checkpoints.damage(each.version)]
+    if generation is not None and Version(step, generation) in good:
+        return Version(step, generation)
+    try:
+        if generation is None:
+            return run.version_at(step)
+        has = f"`elastic checkpoint ls --name {run.job.name}` lists those that it has"  # it may be another run than that of the job file
+        raise JobError(f"{setting} {which}: {run.job.name} has no such good checkpoint; {has}")
+    except JobError as error:
+        left = ", ".join(f"{each.step}.{each.generation}" for each in left_behind(run, good))
+        raise JobError(f"{error}; it has left behind {left}" if left else str(error)) from None
+
+
+def version_before(run: Run, step: int, generation: int) -> Version:
+    """Returns the good checkpoint of the step before that which ``generation`` committed as ``step``: its own, or the one it began with.
+
+    Raises :class:`JobError` if there is none, or if no checkpoint knows where the generation began.
+    """
+    before = f"{step - 1}.{generation}"
+    if not any(each.good and each.version == Version(step - 1, generation) for each in run.checkpoints.at(step - 1)):
+        lines = [each.manifest.lineage for each in run.checkpoints.versions() if each.manifest is not None]
+        if line := next((each for each in lines if lineage.contains(each, Version(step, generation))), ()):
+            before = f"{step - 1}.{next(each for each, last in line if step <= last + 1)}"
+    return version_at(run, before, "checkpoint")
+
+
+def left_behind(run: Run, versions: Sequence[Version]) -> list[Version]:
+    """Returns those of ``versions`` that are not on the way of the run: a branch or a fall-back has abandoned them."""
+    line, every = run.lineage, run.branches.every()
+    passed = [each for each in versions if each.step <= lineage.tip(line).step and not lineage.contains(line, each)]
+    return [each for each in versions if each in passed or abandoned(every, each)]
 
 
 def saved(run: Run) -> list[Version]:
@@ -196,8 +253,8 @@ def _best(run: Run) -> Version:
 
 
 def _fork(job: Job, name: str, which: str) -> Start:
-    Branches(ObjectStore.open(job.bucket), name).check_lost()  # also if it has later branches
     other = Run.begun(job.replace(name=name), of_the_file=False)
+    other.branches.check_lost()  # also if it has later branches
     version = checkpoint(other, which)
     if not version.step:
         raise JobError(f"--resume {name}@0: nothing was done by then; leave --resume out to begin at step 0")
@@ -245,16 +302,10 @@ def _warm(job: Job) -> Start:
     return Start(job.replace(init=origin.word), origin=origin, said=_ending(other, which, version))
 
 
-def _check_same(job: Job, name: str, which: str) -> None:
-    """Raises :class:`JobError` unless the run that is there began from the checkpoint that is named."""
-    store = ObjectStore.open(job.bucket)
-    origin = Branches(store, job.name).origin()
-    holders = () if origin is None else (origin.run, *(run for run in (name,) if _passed_on(store, run, origin)))
-    if origin is None or name not in holders or not same_checkpoint(f"{name}@{which}", Origin(name, origin.version).word):
+def _check_same(run: Run, name: str, which: str) -> None:
+    """Raises :class:`JobError` unless ``run`` began from the checkpoint that is named, which ``name`` may have from its own origin."""
+    origin, its = run.origin, Branches(run.store, name).checkpoints()
+    of_it = origin is not None and origin.run in (name, its.holder(origin.version))
+    if origin is None or not of_it or not same_checkpoint(f"{name}@{which}", Origin(name, origin.version).word):
         how = "began at step 0" if origin is None else f"goes on from {origin}"
-        raise JobError(f"--resume {name}@{which}: there is a run {job.name!r} already, which {how}; give the new one another name")
-
-
-def _passed_on(store: ObjectStore, name: str, origin: Origin) -> bool:
-    """Returns whether the run ``name`` has the checkpoint from its own origin."""
-    return forks.checkpoints(store, name).holder(origin.version) == origin.run
+        raise JobError(f"--resume {name}@{which}: there is a run {run.job.name!r} already, which {how}; give the new one another name")

@@ -23,9 +23,8 @@ from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
 from elastic.report.ledger import ledger, outcome_of
 from elastic.runs import code
-from elastic.runs.resume import BEST, checkpoint, instead
+from elastic.runs.resume import instead, parsed, version_at, version_before
 from elastic.runs.run import Run
-from elastic.runs.which import parsed, version_at, version_before
 from elastic.state.heal import Healing
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.context import Context
@@ -75,7 +74,7 @@ def validate_here(
     if step in (0, "0"):
         version = Version(0, 0)
     else:
-        version = checkpoint(run, BEST) if step == BEST else version_at(run, None if step is None else str(step))
+        version = version_at(run, None if step is None else str(step))
     for each in instead(run, str(step), version):
         tell(each)
     made, by = (version, run.job_at(version)) if version.step else (run.made(0), run.job_of(0))

@@ -97,7 +97,6 @@ IMPORTS = {
         ("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "elastic.runs.run", "elastic.sources", "storage.*", *NAMES)
     ),
     "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.run", "storage.errors")),
-    "elastic.runs.which": Row(("elastic.protocol.lineage", "elastic.runs.notes", "elastic.runs.run", *NAMES)),
     "elastic.runs.harmed": Row(("elastic.runs.metrics", "elastic.runs.run", "storage.*")),
     "elastic.runs.data": Row(("elastic.config.values", "elastic.runs.branches", "elastic.runs.run", "storage.*", *NAMES)),
     "elastic.runs.asked": Row(
@@ -153,7 +152,7 @@ IMPORTS = {
                 "elastic.runs.metrics",
                 "elastic.plan.stretches",
             ),
-            *("elastic.protocol.lineage", "elastic.runs.which", "elastic.runs.run", "storage.*", *NAMES),
+            *("elastic.protocol.lineage", "elastic.runs.notes", "elastic.runs.run", "storage.*", *NAMES),
         )
     ),
     "elastic.runs.named": Row(("elastic.config.settings", "elastic.job", "elastic.runs.branches", "storage.objects", *NAMES)),
@@ -267,7 +266,6 @@ IMPORTS = {
                 "elastic.runs.quarantine",
                 "elastic.runs.resume",
                 "elastic.runs.validations",
-                "elastic.runs.which",
             ),
             *("elastic.runs.retention", "elastic.sinks.port", "elastic.sources", "elastic.kernels.attention", *NAMES),
         ),

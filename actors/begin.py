@@ -16,6 +16,7 @@ from actors import cluster
 from elastic.control.run import Finished
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, Refused
+from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol.commit_record import out_of_patience
 from elastic.report.story import Line, Sentence
@@ -32,27 +33,31 @@ if TYPE_CHECKING:
 Show = Callable[[Line], None]
 
 
-def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], int]) -> int:
+def tell(show: Show, *sentences: str) -> None:
+    """Shows the sentences, but for empty ones."""
+    for sentence in filter(None, sentences):
+        show(Sentence(time.time(), sentence))
+
+
+def begin(start: Start, show: Show, branch: bool | None, claims: Callable[[Run, int], int]) -> int:
     """Begins a fork, or a branch, if one is asked for and there is anything to change.
 
-    A branch is begun once ``claims`` has claimed the run, whose newest claim it is told: who lived until then goes no further.  Returns
-    the incarnation that was claimed, or 0.
+    ``branch`` is as :meth:`Run.agree` takes it.  A branch is begun once ``claims`` has claimed the run, whose newest claim it is told: who
+    lived until then goes no further.  Returns the incarnation that was claimed, or 0.
+
     Raises :class:`Refused` if another command has begun a branch meanwhile, and :class:`JobError` if one has begun to delete the
     checkpoint from which this one goes on.
     """
-    if forked := start.begin():
-        show(Sentence(time.time(), forked))
-    if there := Run.find(start.job).local_elsewhere():
-        what = f"{start.job.name} was begun with --local {there}, and has told no end"
-        show(Sentence(time.time(), f"{what}: if it still trains there, it saves nothing more and ends at its next save"))
-    if not branch:
-        return 0
+    tell(show, start.begin())
     job, now = start.job, time.time()
     seen = latest_claim(ObjectStore.open(job.bucket), job.name)  # first: whoever claims after it may have begun a branch
-    run = Run.look(job, branch=True)
-    run.check_local()
+    run = Run.look(job, branch=branch)
+    if there := run.local_elsewhere():
+        what = f"{job.name} was begun with --local {there}, and has told no end"
+        tell(show, f"{what}: if it still trains there, it saves nothing more and ends at its next save")
     if run.branches_at(start.at) is None:
         return 0
+    run.check_local()
     past = _idle(run, seen)
     try:
         incarnation = claims(run, seen)
@@ -61,7 +66,7 @@ def begin(start: Start, show: Show, branch: bool, claims: Callable[[Run, int], i
         raise Refused(f"another command has begun {job.name}, or a branch of it, meanwhile; `elastic runs` shows it") from None
     version = run.newest()
     step = 1 if version is None else version.step + 1
-    show(Sentence(now, f"{said}{_rates(run.before, run.job, step)}{past}"))
+    tell(show, f"{said}{_rates(run.before, run.job, step)}{past}")
     return incarnation
 
 
@@ -82,7 +87,7 @@ def _rates(before: Job, now: Job, step: int) -> str:
     return f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}" if old != new else ""
 
 
-def begin_here(start: Start, checked: Checked, show: Show, branch: bool, job: Job) -> tuple[Run, int]:
+def begin_here(start: Start, checked: Checked, show: Show, branch: bool | None, job: Job) -> tuple[Run, int]:
     """Begins the run in this process, and returns it with the incarnation that was claimed."""
     with alone.Ending(ObjectStore.open(job.bucket), job.name) as ending:
 
@@ -108,22 +113,21 @@ def claim(run: Run, seen: int) -> int:
 
 def note_code(run: Run, checked: Checked, show: Show) -> None:
     """Notes with which code the run goes on, and tells the user if it had another."""
-    if said := code.note(run, checked.sources, time.time()):
-        show(Sentence(time.time(), said))
+    tell(show, code.note(run, checked.sources, time.time()))
 
 
-def finished(job: Job, held_out: str | None = None) -> tuple[str, int] | None:
+def finished(run: Run, held_out: str | None = None) -> tuple[str, int] | None:
     """Returns the sentence that all of a run is done, and its last step; None if it is not, or as far as is known without ``held_out``.
 
     A coordinator that begins ends such a run as well; ``held_out`` are the samples of its validation.  Whether a sink has all of its rows
-    is known to no command.  Raises as :meth:`Run.look`.
+    is known to no command.
     """
-    run = Run.look(job, branch=Run.find(job).unsaved)
-    newest, end = run.newest(), run.end()
-    last, why = (end.step or job.steps, end.why) if isinstance(end, Finished) else (job.steps, "")
-    found = impatient(run, run.lineage, held_out) if held_out is not None else None
-    if found is not None and found[1] < last:
+    job, history, end = run.job, run.standing(0, 0.0).history, run.end()
+    steps, why = (end.step or job.steps, end.why) if isinstance(end, Finished) else (job.steps, "")
+    found, last = impatient(run, history.lineage, held_out) if held_out is not None else None, steps
+    if found is not None and found[1] < steps:
         last, why = found[1], out_of_patience(job.validation.patience, job.validation.min_delta, *found)
-    if newest is None or newest.step < last or job.metrics.sinks or owed.debts(run):
+    newest = max(history.saved, default=Version(0, 0)).step
+    if newest < max(last, 1) or job.metrics.sinks or owed.debts(run, history.lineage, end=steps):
         return None
-    return f"finished: step {newest.step} is in the bucket{f': {why}' if why else ''}", newest.step
+    return f"finished: step {newest} is in the bucket{f': {why}' if why else ''}", newest

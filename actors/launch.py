@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ray
 
 from actors import cluster, own_cluster
-from actors.begin import Show, begin, begin_here, claim, finished, note_code
+from actors.begin import Show, begin, begin_here, claim, finished, note_code, tell
 from actors.coordinator import Coordinator
 from actors.ends import kill_all
 from actors.living import (
@@ -54,7 +54,6 @@ from elastic.runs.resume import LATEST, Start, start_of
 from elastic.runs.run import Run
 from elastic.train.bucket import check_bucket
 from elastic.train.early import check_early
-from storage.errors import Unavailable
 
 if TYPE_CHECKING:
     from elastic.train.preflight import Checked
@@ -145,53 +144,221 @@ def launch(
         if not local:
             check_packages(Path.cwd())  # this folder comes first on the workers' path
             check_place("bucket", job.bucket)
-        _tell(show, write_anew(job := _settled(job)))
-        job = (start := start_of(job, resume)).job
-        if asked := branch or start.at is not None:
-            Run.begun(job)
-        if (coordinator := None if address else _at_its_cluster(job, show, local=local)) is not None:  # its folder may be gone
-            _refuse_change(job, asked or accept_code)
-            requests.note()
-            return _attached(job, coordinator, requests, show, look)
-        if not asked and (done := finished(job)) is not None and (not local or done[1] < job.steps):
-            return _result(job, "Finished", *done)
-        objects = [] if local else pack(job)
-        checked = _checked(job, address, show, local=local, branch=asked, accept_code=accept_code, start=start)
-        branch = asked or Run.find(job).unsaved
-        _tell(show, *checked.notes)
-        if local:
+        tell(show, write_anew(job := _settled(job)))
+        begins = start_of(job, resume)
+        asked = branch or begins.at is not None
+        return _Command(begins, address, local, asked, accept_code, again, show, look, requests).train()
+
+
+@dataclass
+class _Command:
+    """A command that trains: where it begins, what its line permits, and whom it tells.  ``branch`` says that it asks for a branch."""
+
+    begins: Start
+    address: str | None
+    local: bool
+    branch: bool
+    accept_code: bool
+    again: bool
+    show: Show
+    look: Look
+    requests: Requests
+
+    def __post_init__(self) -> None:
+        self.driver = uuid.uuid4().hex
+        self.deadline_s = 2 * self.job.deadlines.lease_s
+        """Seconds after which the workers of a coordinator that does not answer have ended themselves."""
+
+    @property
+    def job(self) -> Job:
+        return self.begins.job
+
+    def tell(self, *sentences: str) -> None:
+        tell(self.show, *sentences)
+
+    def train(self) -> Result:
+        """Attaches to the run, or checks it, begins it and watches it to its end, or until this driver is told to leave.
+
+        A run that somebody else has begun since the checks is not started.
+        """
+        may, run = self.branch or None, Run.begun(self.job) if self.branch else Run.find(self.job)
+        if (coordinator := None if self.address else self._at_its_cluster(run)) is not None:  # its folder may be gone
+            self._refuse_change()
+            self.requests.note()
+            return self._attached(coordinator)
+        done = None if self.branch else finished(run.agree(self.job, branch=may))
+        if done is not None and (not self.local or done[1] < self.job.steps):
+            return _result(self.job, "Finished", *done)
+        objects = [] if self.local else pack(self.job)
+        checked = self._checked(run)
+        self.tell(*checked.notes)
+        if self.local:
             from elastic.train.local import run_local
 
-            return _result(job, *run_local(job, show, partial(begin_here, start, checked, show, branch), checked.build))
-        run = Run.look(job, branch=branch)
+            here = partial(begin_here, self.begins, checked, self.show, may)
+            return _result(self.job, *run_local(self.job, self.show, here, checked.build))
+        run = Run.look(self.job, branch=may)  # the checks take their time
         run.check_local()
-        if job.validation.patience and not asked and (done := finished(job, checked.build.held_out)) is not None:
-            return _result(job, "Finished", *done)
+        if self.job.validation.patience and not self.branch and (done := finished(run, checked.build.held_out)) is not None:
+            return _result(self.job, "Finished", *done)
         seen = run.latest_claim()
-        _connect(job, address, requests, show)
-        if _lives_here(job):
-            _refuse_change(job, asked or accept_code)
-            branch = asked
-        return _follow(replace(start, job=_heeding_the_driver(job, show)), checked, objects, requests, show, look, seen, again, branch)
+        with self.requests.finishing(partial(self.tell, "interrupted; Ray is ended as soon as it has started, in up to 30 s")):
+            cluster.connect(self.address, self.job.workers, tell=self.tell)
+        self.requests.note()
+        if (coordinator := attach(self.job.name)) is not None:
+            if bucket := bucket_of_another(self.job, coordinator):
+                what = f"name = {self.job.name!r}: another run of this name, in {bucket}, lives on this cluster"
+                raise JobError(f"{what}; choose another name")
+            self._refuse_change()
+        self._heed_the_driver()
+        if coordinator is not None:
+            if (lives := self._awaited(coordinator)) is None:
+                return self._attached(coordinator)
+            _await_gone(self.job.name, coordinator, lives)
+            run = Run.look(self.job, branch=may)
+            seen = run.latest_claim()
+        return self._watched(self._started(run, checked, objects, seen))
 
+    def _at_its_cluster(self, run: Run) -> Any | None:
+        """Joins the cluster on which the run lives, if this machine is a node of it, or it was started here: returns its coordinator.
 
-def _checked(job: Job, address: str | None, show: Show, *, local: bool, **how: Any) -> Checked:
-    """Checks the job as :func:`~elastic.train.preflight.preflight` does, whose import of torch takes seconds.
+        Otherwise, or if this process is part of a cluster already and does not train the run by itself (``local``), returns None.  A run
+        that is ending there is waited for, because its cluster ends with it.  If somebody has deleted the run's folder, no claim says where
+        it lives: then all clusters of this machine are asked.
+        Raises :class:`PlatformGaveUp` if the run lives there and this process cannot join, and :class:`JobError` if it lives and this is a
+        ``local`` command.
+        """
+        if not self.local and not cluster.begins_here():
+            return None
+        job, owner = self.job, run.owner()
+        if owner is not None and not lives_at(owner["address"], job):
+            return None
+        before, part_of_one = signal.getsignal(signal.SIGTERM), ray.is_initialized()
+        elsewhere = part_of_one and owner is not None and not cluster.joined(owner["address"])
+        try:
+            coordinator = coordinator_here(job) if not elsewhere and joined_cluster_of(job, owner) else None
+        except (PlatformGaveUp, ConnectionError, RuntimeError) as error:
+            if owner is not None and lives_at(owner["address"], job):
+                where = f"{job.name} lives on the cluster at {owner['address']}"
+                fix = "if that is another run of this name, `--address local` begins this one here"
+                gave_up = Refused if isinstance(error, Refused) else PlatformGaveUp
+                raise gave_up(f"{where}, which this process cannot join, so it does not begin it a second time: {error}; {fix}") from error
+            coordinator = None  # something else answers there
+        living = coordinator is not None and self._awaited(coordinator) is None
+        if self.local and (living or elsewhere):
+            address = owner["address"] if owner is not None else ray.get_runtime_context().gcs_address
+            what = f"name = {job.name!r}: this run lives on the cluster at {address}"
+            raise JobError(f"{what}; `elastic stop` ends it, or choose another name")
+        if living:
+            note_deletion(job)
+            return coordinator
+        if not part_of_one:
+            ray.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)  # Ray has replaced it
+        return None
 
-    What needs no torch is checked before: this machine, if the workers will be here, the names of the job, and its bucket.  Then the
-    cluster of this machine begins to start, if the run is to have one.
-    """
-    here = not local and cluster.starts_here(address)
-    if here:
-        cluster.check_gpus(job.workers)
-    check_early(job, here=local or here)
-    said = check_bucket(job)
-    if not local:
-        cluster.begin_here(address, job.workers, partial(_tell, show))
-    from elastic.train.preflight import preflight
+    def _refuse_change(self) -> None:
+        """Raises :class:`JobError` if this command changes the run, which lives on the cluster of this process."""
+        if self.branch or self.accept_code:
+            fix = "end it with `elastic stop`, and then it can change"
+            raise JobError(f"name = {self.job.name!r}: this run lives on this cluster; {fix}")
 
-    checked = preflight(job, local=local, **how)
-    return replace(checked, notes=[*said, *checked.notes])
+    def _checked(self, run: Run) -> Checked:
+        """Checks the job as :func:`~elastic.train.preflight.preflight` does, whose import of torch takes seconds.
+
+        What needs no torch is checked before: this machine, if the workers will be here, the names of the job, and its bucket.  Then the
+        cluster of this machine begins to start, if the run is to have one.
+        """
+        job, local = self.job, self.local
+        here = not local and cluster.starts_here(self.address)
+        if here:
+            cluster.check_gpus(job.workers)
+        check_early(job, here=local or here)
+        said = check_bucket(job)
+        if not local:
+            cluster.begin_here(self.address, job.workers, self.tell)
+        from elastic.train.preflight import preflight
+
+        how = {"local": local, "branch": self.branch, "accept_code": self.accept_code}
+        checked = preflight(job, **how, start=self.begins, run=run)
+        return replace(checked, notes=[*said, *checked.notes])
+
+    def _heed_the_driver(self) -> None:
+        """Gives ``on_driver_exit`` a value that works on this cluster, and tells the user what it means."""
+        if self.job.on_driver_exit == "stop":
+            return
+        setting = 'on_driver_exit = "detach"'
+        if not cluster.own():
+            return self.tell(f"{setting}: the run continues after this command has ended; `elastic stop` stops it")
+        fix = "start a lasting one with `ray start --head`"
+        self.tell(f"{setting} has no effect on a cluster that ends with this process; {fix}")
+        self.begins = replace(self.begins, job=self.job.replace(on_driver_exit="stop"))
+
+    def _started(self, run: Run, checked: Checked, objects: Sequence[bytes], seen: int) -> Any:
+        """Begins the run, unless somebody else has since incarnation ``seen``, starts its coordinator and returns it.
+
+        Raises :class:`~elastic.errors.NoProgress` if it was started in vain too often, as :func:`~elastic.train.microbatch.decided`, and as
+        :func:`cluster.smallest_gpu`.
+        """
+        from elastic.train.machine.device import limit_of
+        from elastic.train.microbatch import decided
+
+        restarts.check(run, again=self.again or run.branches_at(self.begins.at) is not None)
+        workers = self.job.workers
+        cluster.check_room(workers)
+        job, why = decided(self.job, lambda: limit_of(self.job) or (cluster.smallest_gpu(workers) if workers.gpus else 0))
+        self.tell(why)
+        seen = begin(replace(self.begins, job=job), self.show, self.branch or None, lambda run, _: claim(run, seen)) or seen
+        run = Run.open(job)
+        note_code(run, checked, self.show)
+        return start(run, replace(checked.build, host=cluster.place(cluster.here())), self.driver, seen, objects)
+
+    def _attached(self, coordinator: Any) -> Result:
+        """Tells the user that the run lives already, and in which settings it differs from the job, and watches it."""
+        other = ""
+        with suppress(PlatformGaveUp):
+            found = flat(ask(coordinator, "settings", deadline_s=self.deadline_s))
+            ours = flat(Run.look(self.job).job.model_dump(mode="json", exclude={"on_driver_exit"}))
+            other = in_words({name: (found[name], ours[name]) for name in ours if name in found and found[name] != ours[name]})
+        settings = f" with settings of its own, which stay until it is started again ({other})" if other else ""
+        self.tell(f"attached to {self.job.name}, which runs on this cluster already{settings}")
+        return self._watched(coordinator)
+
+    def _watched(self, coordinator: Any) -> Result:
+        """Watches a run to its end, or until this driver is told to leave."""
+        lives = set[str]()
+
+        def looked(view: View) -> None:
+            lives.add(life_of(self.job.name, view.token))
+            self.look(view)
+
+        try:
+            view = watch(coordinator, self.show, looked, self.driver, self.requests, self.deadline_s)
+        except PlatformGaveUp:
+            _end(self.job.name, coordinator, lives)
+            raise
+        if view.over:
+            coordinator.leave.remote(self.driver)
+            _await_gone(self.job.name, coordinator, lives)
+        return _seen(self.job, view, self.requests)
+
+    def _awaited(self, coordinator: Any) -> set[str] | None:
+        """Waits for the last save of a run that has ended, or was asked to stop, and returns its lives: the new run begins from there.
+
+        Returns None at once if the run goes on.
+        """
+        lives = set[str]()
+        while (view := view_of(coordinator, self.deadline_s)) is not None:
+            if not (view.over or view.stopping):
+                return None
+            if not (view.over or lives):
+                self.tell(f"{self.job.name} is stopping ({view.stopping}); this command goes on from there")
+            lives.add(life_of(self.job.name, view.token))
+            if view.over:
+                break
+            time.sleep(POLL_S)
+        return lives
 
 
 def _settled(job: Job) -> Job:
@@ -203,228 +370,33 @@ def _settled(job: Job) -> Job:
     return settled(job)
 
 
-def _connect(job: Job, address: str | None, requests: Requests, show: Show) -> None:
-    """Joins the cluster at ``address``, or starts one.  From then on ``requests`` notes the first signal."""
-    tell = partial(_tell, show)
-    with requests.finishing(partial(tell, "interrupted; Ray is ended as soon as it has started, in up to 30 s")):
-        cluster.connect(address, job.workers, tell=tell)
-    requests.note()
-
-
-def _tell(show: Show, *sentences: str) -> None:
-    for sentence in filter(None, sentences):
-        show(Sentence(time.time(), sentence))
-
-
-def _lives_here(job: Job) -> bool:
-    """Returns whether the run lives on the cluster of this process.  Raises :class:`JobError` if another run of its name does."""
-    if (coordinator := attach(job.name)) is None:
-        return False
-    if bucket := bucket_of_another(job, coordinator):
-        raise JobError(f"name = {job.name!r}: another run of this name, in {bucket}, lives on this cluster; choose another name")
-    return True
-
-
-def _refuse_change(job: Job, changes: bool) -> None:
-    """Raises :class:`JobError` if this command ``changes`` the run, which lives on the cluster of this process."""
-    if changes:
-        raise JobError(f"name = {job.name!r}: this run lives on this cluster; end it with `elastic stop`, and then it can change")
-
-
-def _at_its_cluster(job: Job, show: Show, *, local: bool) -> Any | None:
-    """Joins the cluster on which the run lives, if this machine is a node of it, or it was started here: returns the run's coordinator.
-
-    Otherwise, or if this process is part of a cluster already and does not train the run by itself (``local``), returns None.  A run that
-    is ending there is waited for, because its cluster ends with it.  If somebody has deleted the run's folder, no claim says where it
-    lives: then all clusters of this machine are asked.
-    Raises :class:`PlatformGaveUp` if the run lives there and this process cannot join, and :class:`JobError` if it lives and is ``local``.
-    """
-    if not local and not cluster.begins_here():
-        return None
-    try:
-        owner = Run.find(job).owner()
-    except Unavailable:
-        return None  # the checks of the job tell of the bucket
-    if owner is not None and not lives_at(owner["address"], job):
-        return None
-    before, deadline_s, part_of_one = signal.getsignal(signal.SIGTERM), 2 * job.deadlines.lease_s, ray.is_initialized()
-    elsewhere = part_of_one and owner is not None and not cluster.joined(owner["address"])
-    try:
-        coordinator = coordinator_here(job) if not elsewhere and joined_cluster_of(job, owner) else None
-    except (PlatformGaveUp, ConnectionError, RuntimeError) as error:
-        if owner is not None and lives_at(owner["address"], job):
-            where = f"{job.name} lives on the cluster at {owner['address']}"
-            fix = "if that is another run of this name, `--address local` begins this one here"
-            gave_up = Refused if isinstance(error, Refused) else PlatformGaveUp
-            raise gave_up(f"{where}, which this process cannot join, so it does not begin it a second time: {error}; {fix}") from error
-        coordinator = None  # something else answers there
-    living = coordinator is not None and not _is_ending(coordinator, deadline_s)
-    if local and (living or elsewhere):
-        address = owner["address"] if owner is not None else ray.get_runtime_context().gcs_address
-        raise JobError(f"name = {job.name!r}: this run lives on the cluster at {address}; `elastic stop` ends it, or choose another name")
-    if living:
-        note_deletion(job)
-        return coordinator
-    if coordinator is not None:
-        show(Sentence(time.time(), f"{job.name} is stopping; this command goes on from there"))
-    while coordinator is not None and (view := view_of(coordinator, deadline_s)) is not None and not view.over:
-        time.sleep(POLL_S)
-    if not part_of_one:
-        ray.shutdown()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)  # Ray has replaced it
-    return None
-
-
-def _heeding_the_driver(job: Job, show: Show) -> Job:
-    """Returns ``job`` with a value of ``on_driver_exit`` that works on this cluster, and tells the user what it means."""
-    if job.on_driver_exit == "stop":
-        return job
-    setting = 'on_driver_exit = "detach"'
-    if cluster.own():
-        show(
-            Sentence(
-                time.time(),
-                f"{setting} has no effect on a cluster that ends with this process; start a lasting one with `ray start --head`",
-            )
-        )
-        return job.replace(on_driver_exit="stop")
-    show(Sentence(time.time(), f"{setting}: the run continues after this command has ended; `elastic stop` stops it"))
-    return job
-
-
-def _follow(
-    begins: Start,
-    checked: Checked,
-    objects: Sequence[bytes],
-    requests: Requests,
-    show: Show,
-    look: Look,
-    seen: int,
-    again: bool,
-    branch: bool,
-) -> Result:
-    """Attaches to the run, or starts it, and watches it to its end or until this driver is told to leave.
-
-    ``seen`` is the run's newest incarnation that this driver has seen: it does not start the run if somebody else has begun it since.
-    Raises :class:`~elastic.errors.NoProgress` if it was started in vain too often, unless ``again``.
-    """
-    job = begins.job
-    driver = uuid.uuid4().hex
-    coordinator, deadline_s = attach(job.name), 2 * job.deadlines.lease_s  # by then the workers have ended themselves
-    if coordinator is not None and _is_ending(coordinator, deadline_s):
-        _await_end(job.name, coordinator, show, deadline_s)
-        coordinator, seen = None, Run.look(job, branch=branch).latest_claim()
-    if coordinator is None:
-        run = Run.look(job, branch=branch)
-        restarts.check(run, again=again or (branch and run.branches_at(begins.at) is not None))
-        cluster.check_room(job.workers)
-        job = _with_microbatch(job, show)
-        seen = begin(replace(begins, job=job), show, branch, lambda run, _: claim(run, seen)) or seen
-        note_code(Run.open(job), checked, show)
-        coordinator = start(job, replace(checked.build, host=cluster.place(cluster.here())), driver, seen, objects)
-        return _watched(job, coordinator, requests, show, look, driver)
-    return _attached(job, coordinator, requests, show, look)
-
-
-def _attached(job: Job, coordinator: Any, requests: Requests, show: Show, look: Look) -> Result:
-    """Tells the user that the run lives already, and watches it as :func:`_watched` does."""
-    other = _not_ours(job, coordinator, 2 * job.deadlines.lease_s)
-    show(Sentence(time.time(), f"attached to {job.name}, which runs on this cluster already{other}"))
-    return _watched(job, coordinator, requests, show, look, uuid.uuid4().hex)
-
-
-def _watched(job: Job, coordinator: Any, requests: Requests, show: Show, look: Look, driver: str) -> Result:
-    """Watches a run to its end, or until this driver is told to leave."""
-    lives = set[str]()
-
-    def looked(view: View) -> None:
-        lives.add(life_of(job.name, view.token))
-        look(view)
-
-    try:
-        view = watch(coordinator, show, looked, driver, requests, 2 * job.deadlines.lease_s)
-    except PlatformGaveUp:
-        _end(job.name, coordinator, lives)
-        raise
-    if view.over:
-        coordinator.leave.remote(driver)
-        _await_gone(job.name, coordinator, lives)
-        return _result(job, view.state, view.reason, view.step, view.job_error)
-    return _left(job, view, requests)
-
-
-def _with_microbatch(job: Job, show: Show) -> Job:
-    """Returns ``job`` with a number in place of ``microbatch = "auto"``, and tells the user why.
-
-    Raises as :func:`~elastic.train.microbatch.decided` and :func:`cluster.smallest_gpu`.
-    """
-    from elastic.train.machine.device import limit_of
-    from elastic.train.microbatch import decided
-
-    job, why = decided(job, lambda: limit_of(job) or (cluster.smallest_gpu(job.workers) if job.workers.gpus else 0))
-    if why:
-        show(Sentence(time.time(), why))
-    return job
-
-
-def _not_ours(job: Job, coordinator: Any, deadline_s: float) -> str:
-    """Returns the part of a sentence that names the settings in which a run that lives differs from ``job``; "" if it does not answer."""
-    try:
-        found = flat(ask(coordinator, "settings", deadline_s=deadline_s))
-    except PlatformGaveUp:
-        return ""
-    ours = flat(Run.look(job).job.model_dump(mode="json", exclude={"on_driver_exit"}))
-    other = in_words({name: (found[name], ours[name]) for name in ours if name in found and found[name] != ours[name]})
-    return f" with settings of its own, which stay until it is started again ({other})" if other else ""
-
-
 def follow(job: Job, coordinator: Any, screen: Shows) -> Result:
     """Shows the story of a run from its start until the run ends or a signal comes.  The run does not notice the signal."""
     with Requests() as requests:
         requests.note()
-        screen.show(Sentence(time.time(), f"attached to {job.name}; Ctrl-C leaves it as it is"))
+        tell(screen.show, f"attached to {job.name}; Ctrl-C leaves it as it is")
         driver = uuid.uuid4().hex
         view = watch(coordinator, screen.show, screen.look, driver, requests, 2 * job.deadlines.lease_s, only=True)
     coordinator.leave.remote(driver, only=True)
-    return _result(job, view.state, view.reason, view.step, view.job_error) if view.over else _left(job, view, requests)
+    return _seen(job, view, requests)
 
 
-def _left(job: Job, view: View, requests: Requests) -> Result:
-    reason = f"{requests.asked}: this command leaves, the run goes on"
-    return Result(view.state, reason, view.step, STOPPED, job.bucket, job.name)
+def _seen(job: Job, view: View, requests: Requests) -> Result:
+    """Returns the result of a run that was watched to this view: its end, or the signal that asked this driver to leave."""
+    if view.over:
+        return _result(job, view.state, view.reason, view.step, view.job_error)
+    return Result(view.state, f"{requests.asked}: this command leaves, the run goes on", view.step, STOPPED, job.bucket, job.name)
 
 
-def _is_ending(coordinator: Any, deadline_s: float) -> bool:
-    """Returns whether the run has ended, or was asked to stop, before this driver came."""
-    view = view_of(coordinator, deadline_s)
-    return view is None or view.over or bool(view.stopping)
-
-
-def _await_end(name: str, coordinator: Any, show: Show, deadline_s: float) -> None:
-    """Waits until a stopping run has made its last save, from which the new run begins."""
-    said, lives = False, set[str]()
-    while (view := view_of(coordinator, deadline_s)) is not None:
-        lives.add(life_of(name, view.token))
-        if view.over:
-            break
-        if not said:
-            show(Sentence(time.time(), f"{name} is stopping ({view.stopping}); this command goes on from there"))
-        said = True
-        time.sleep(POLL_S)
-    _await_gone(name, coordinator, lives)
-
-
-def start(job: Job, reference: Build, driver: str, seen: int, objects: Sequence[bytes] = ()) -> Any:
-    """Starts a coordinator: named, detached, without an accelerator.  From now on the folder in the bucket belongs to the run.
+def start(run: Run, reference: Build, driver: str, seen: int, objects: Sequence[bytes] = ()) -> Any:
+    """Starts a coordinator: named, detached, without an accelerator.
 
     ``reference`` is the build that every worker must match.  ``driver`` is the driver that starts it, if nobody has claimed the run since
     incarnation ``seen``.  ``objects`` are those of the job (:func:`~actors.objects.pack`).  Raises as :func:`elastic.runs.data.bind`.
     """
-    run = Run.open(job)
     data.bind(run, reference.data, int(reference.samples))
     job = run.job
-    coordinator = (
+    return (
         ray.remote(concurrency_groups={"inbox": 1, "view": 4})(cluster.titled(Coordinator, job.name))
         .options(
             name=name_of(job.name),
@@ -439,7 +411,6 @@ def start(job: Job, reference: Build, driver: str, seen: int, objects: Sequence[
         )
         .remote(job, reference, cluster.search_path(), driver, seen, uuid.uuid4().hex[:6], secrets.token_bytes(32), *objects)
     )
-    return coordinator
 
 
 def watch(coordinator: Any, show: Show, look: Look, driver: str, requests: Requests, deadline_s: float, *, only: bool = False) -> View:

@@ -15,14 +15,13 @@ from typing import Any
 import ray
 
 from actors import cluster, heads
-from actors.begin import Show
+from actors.begin import Show, tell
 from actors.processes import life_of
 from actors.terminal import console
 from actors.view import View
 from elastic.config.values import same_place
 from elastic.errors import ClusterGone, CoordinatorGone, JobError, PlatformGaveUp, Refused
 from elastic.job import Job
-from elastic.report.story import Sentence
 from elastic.runs.run import LOCAL, Run
 
 ANSWER_S = 15.0
@@ -150,7 +149,7 @@ class Head:
         """True once the coordinator has answered: before that, it may only be starting."""
 
     def say(self, sentence: str) -> None:
-        self._show(Sentence(time.time(), sentence))
+        tell(self._show, sentence)
 
     def look(self, *, last: bool = False) -> None:
         """Looks for the head now and then.  Raises :class:`ClusterGone` if it has been out of reach for nearly ``cluster.HEAD_S``.

@@ -82,20 +82,24 @@ class Run:
         return run
 
     @classmethod
-    def look(cls, job: Job, *, branch: bool = False) -> Run:
-        """Returns the run in order to read it, even if it has not begun.  What its job leaves out is as the run began (``going_on``).
+    def look(cls, job: Job, *, branch: bool | None = False) -> Run:
+        """Returns the run in order to read it, even if it has not begun, with ``job`` (:meth:`agree`)."""
+        return cls.find(job).agree(job, branch=branch)
+
+    def agree(self, job: Job, *, branch: bool | None = False) -> Run:
+        """Gives the run ``job``, and returns it.  What ``job`` leaves out is as the run began (``going_on``).
 
         Raises :class:`JobError` if the folder has another trajectory's run, or one whose ``job.json`` is gone.  With ``branch`` it may
-        differ in settings that can change.
+        differ in settings that can change; with None it may do so if the run has no checkpoint: it begins at step 0 in any case, so other
+        settings lose nothing.
         """
-        run = cls.find(job)
-        if run.there is None or run.there.number > 1:
-            run.branches.check_lost()
-        if run.there is not None:
-            found, run.job = run.job, run.there.before(job.going_on(run.there.job))
-            if found.digest != run.job.digest:
-                branches.check(run.job, found, asked=branch)
-        return run
+        if self.there is None or self.there.number > 1:
+            self.branches.check_lost()
+        if self.there is not None:
+            self.job = self.there.before(job.going_on(self.there.job))
+            if self.before.digest != self.job.digest:
+                branches.check(self.job, self.before, asked=self.newest() is None if branch is None else branch)
+        return self
 
     @classmethod
     def find(cls, job: Job) -> Run:
@@ -113,25 +117,19 @@ class Run:
             raise branches.no_run(job, of_the_file)
         return run
 
-    @property
-    def unsaved(self) -> bool:
-        """True if the run has begun and has no checkpoint: it begins at step 0 in any case, so other settings lose nothing."""
-        return self.there is not None and self.newest() is None
-
     def branches_at(self, at: Version | None = None) -> Version | None:
         """Returns the version from which a branch with this job goes on: the newest good checkpoint, or the good one ``at``.
 
         Returns None if there is nothing to change, neither settings nor the end that a loop has made at ``at``.  Raises :class:`JobError`
         if the run has gone further than the job.
         """
-        if self.there is None:
+        differs = self.before.digest != self.job.digest
+        if self.there is None or (at is None and not differs):
             return None
         newest = self.newest() or Version(0, 0)
         version = newest if at is None else at
-        end = self.end() if at is not None else None
-        goes_past = isinstance(end, Finished) and 0 < end.step == newest.step  # the loop has ended the run there
-        if self.before.digest == self.job.digest and version == newest and not goes_past:
-            return None
+        if not differs and version == newest and not (isinstance(end := self.end(), Finished) and 0 < end.step == newest.step):
+            return None  # the loop has not ended the run there
         if version.step > self.job.steps:
             raise JobError(f"steps = {self.job.steps}: the run {self.job.name!r} is at step {version.step} already; ask for more steps")
         return version
@@ -147,11 +145,11 @@ class Run:
         version = at or self.branches_at()
         if self.there is None or version is None:
             return ""
-        until, claim = self.standing(incarnation, 0.0).generation, incarnation - 1 if incarnation else self.latest_claim()
-        last, number = self.last_recorded(), self.there.number + 1
-        made = [each for each in (self.newest(), last and last.version) if each]
-        about = self.branches, self.job, self.before, version, now
-        return branches.begin(*about, number=number, until=until, claim=claim, made=made, word=word)
+        state, last = self.standing(incarnation, 0.0), self.last_recorded()
+        made = [*state.history.saved[-1:], *([last.version] if last is not None else [])]
+        claim = incarnation - 1 if incarnation else self.latest_claim()
+        about, number = (self.branches, self.job, self.before, version, now), self.there.number + 1
+        return branches.begin(*about, number=number, until=state.generation, claim=claim, made=made, word=word)
 
     def job_of(self, step: int) -> Job:
         """Returns the job of the branch that committed ``step`` of the surviving lineage; the run's job if no checkpoint knows the step."""

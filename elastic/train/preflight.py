@@ -78,12 +78,13 @@ class Checked:
     """The files of the job's code."""
 
 
-def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_code: bool = False, start: Start | None = None) -> Checked:
+def preflight(
+    job: Job, *, local: bool = False, branch: bool = False, accept_code: bool = False, start: Start | None = None, run: Run | None = None
+) -> Checked:
     """Checks before a worker starts what :func:`~elastic.train.early.check_early` has not checked.  It leaves nothing in the bucket.
 
     Code that has changed since the run's last start is refused, unless ``accept_code`` says that the run may go on with it.  ``start`` says
-    whether the run begins from a checkpoint of another one.
-
+    whether the run begins from a checkpoint of another one.  ``run`` is the run if the caller has found it.
     Raises :class:`~elastic.errors.JobError`, or :class:`~storage.errors.Unavailable` for a bucket that cannot be relied on.
     """
     leaked = _check_secrets(job)
@@ -103,17 +104,16 @@ def preflight(job: Job, *, local: bool = False, branch: bool = False, accept_cod
     _check_layers(job, model)
     _check_eps(job, model)
     groups = check_groups(job, model)
-    run = Run.look(job, branch=branch or Run.find(job).unsaved)
-    lost = harmed.notes(run)
+    run = (run or Run.find(job)).agree(job, branch=branch or None)
     data.check(run, build.data, int(build.samples))
     job = run.job
     by_the_rules_of(model, job)
-    notes = [*lost, *leaked, *of_rows, *unread, *_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
+    notes = [*harmed.notes(run), *leaked, *of_rows, *unread]
+    notes += [*_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
     if job.parallel.bucket_elements != "block":
         found = described(buckets_of(model, sharding_table(model), job.parallel.elements))
         notes.append(f"parallel.bucket_elements = {job.parallel.bucket_elements}: gradients are summed in {found}")
-    tensors = tensors_of(model, session.rule)
-    state_bytes = bytes_of(tensors)
+    state_bytes = bytes_of(tensors := tensors_of(model, session.rule))
     _check_buffer(job, tensors)
     _check_flops(model, job)
     if job.profile:

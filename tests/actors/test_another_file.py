@@ -93,7 +93,7 @@ def test_l6_a_changed_job_file_locks_nobody_out_of_a_run_that_lives(tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     job = toy_job(tmp_path / "bucket", name="mine", on_driver_exit="detach", deadlines={"lease_s": 60, "grow_debounce_s": 30}, **ENDLESS)
     other = other_file(tmp_path, job)
-    start(job, preflight(job).build, uuid.uuid4().hex, 0)
+    start(Run.open(job), preflight(job).build, uuid.uuid4().hex, 0)
     until(lambda: Run.find(job).newest() is not None)
     check_what_only_reads(other, "mine", tmp_path, capsys)
     (tmp_path / "job.toml").write_text(to_toml(job))

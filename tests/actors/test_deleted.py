@@ -60,7 +60,7 @@ def test_a_run_whose_folder_is_deleted_is_found_and_stopped_with_a_save(tmp_path
     file, other, elsewhere = (
         file_of(tmp_path, each) for each in (job, job.replace(name=f"{name}-2"), job.replace(bucket=str(tmp_path / "elsewhere")))
     )
-    start(job, preflight(job).build, uuid.uuid4().hex, 0)
+    start(Run.open(job), preflight(job).build, uuid.uuid4().hex, 0)
     until(lambda: reached(name, 3) and [*(tmp_path / "bucket" / name).rglob("journal/**/*.gz")])
     shutil.rmtree(tmp_path / "bucket" / name)
 

@@ -137,11 +137,11 @@ def test_two_commands_that_begin_a_run_on_two_clusters_at_once(tmp_path: Path) -
     job = toy_job(tmp_path, name="raced", steps=100, data=SLOW, **LIGHT)
     seen = Run.look(job).latest_claim()
     elsewhere = Run.open(job).claim("192.0.2.7:6379", "abcdef")
-    coordinator = start(job, preflight(job).build, "driver", seen)
+    coordinator = start(Run.open(job), preflight(job).build, "driver", seen)
     with pytest.raises(Refused, match=r"^raced was begun on the cluster at 192[.]0[.]2[.]7:6379 .* while this command started; `el"):
         ask(coordinator, "view", deadline_s=PATIENCE_S)
     until(lambda: attach("raced") is None)
-    coordinator = start(job, preflight(job).build, "driver", elsewhere)
+    coordinator = start(Run.open(job), preflight(job).build, "driver", elsewhere)
     assert ask(coordinator, "view", deadline_s=PATIENCE_S).incarnation == elsewhere + 1
     Run.open(job).claim("192.0.2.8:6379", "fedcba")
     ray.kill(coordinator, no_restart=False)
@@ -175,7 +175,7 @@ def test_who_follows_a_coordinator_that_recorded_nothing_skips_what_it_would_hav
         claimed = run.claim_here()
         its = run.standing(claimed, 0.0).next_generation
     monkeypatch.setattr(launch, "Coordinator", DiesAtOnce)
-    coordinator = start(job, preflight(job).build, "driver", claimed)
+    coordinator = start(Run.open(job), preflight(job).build, "driver", claimed)
     view = until(lambda: found if (found := ask(coordinator, "view", deadline_s=PATIENCE_S)).generation else None)
     reap("unseen")
     until(lambda: attach("unseen") is None)  # or the next one to start it may get this one
@@ -192,7 +192,7 @@ def test_a_command_that_cannot_join_the_cluster_of_a_run_that_lives_does_not_beg
     """
     path, other = slow_job(tmp_path, "hidden"), slow_job(tmp_path / "other", "outside")
     job = Job.load(path).replace(on_driver_exit="detach")
-    coordinator = start(job, preflight(job).build, "driver", 0)
+    coordinator = start(Run.open(job), preflight(job).build, "driver", 0)
     until(lambda: ask(coordinator, "view", deadline_s=PATIENCE_S).generation)
     here = ray.get_runtime_context().gcs_address
     lines = [["train", str(path)], ["train", str(other), "--address", here]]
@@ -223,7 +223,7 @@ def test_a_driver_that_slept_ends_what_is_left_of_its_run_and_not_who_has_begun_
         until(lambda: attach(name) is None)
         assert cluster.named(f"{old.token}/"), "its worker has outlived it"
         job = Job.load(path).replace(on_driver_exit="detach")
-        start(job, preflight(job).build, uuid.uuid4().hex, old.incarnation)
+        start(Run.open(job), preflight(job).build, uuid.uuid4().hex, old.incarnation)
         new = until(lambda: found if (found := ask(attach(name), "view", deadline_s=PATIENCE_S)).workers else None)
         os.kill(pid, signal.SIGCONT)
         said, _ = driver.communicate(timeout=PATIENCE_S)
@@ -268,7 +268,7 @@ def test_a_run_of_that_name_in_another_bucket_is_neither_attached_to_nor_stopped
     The controls: the first one's command stops that run, and so does one for which the bucket has another path here.
     """
     job = Job.load(slow_job(tmp_path / "first", "one-name")).replace(on_driver_exit="detach")
-    start(job, preflight(job).build, uuid.uuid4().hex, 0)
+    start(Run.open(job), preflight(job).build, uuid.uuid4().hex, 0)
     until(lambda: (found := attach("one-name")) is not None and ask(found, "view", deadline_s=PATIENCE_S).step >= 2)
     token = ask(attach("one-name"), "view", deadline_s=PATIENCE_S).token
     other = Job.load(slow_job(tmp_path / "second", "one-name"))
@@ -298,7 +298,7 @@ def test_clean_neither_ends_nor_removes_a_run_of_that_name_in_another_bucket(tmp
     """
     name, theirs, ours, empty = "cleaned", *(tmp_path / folder for folder in ("theirs", "ours", "empty"))
     job = Job.load(slow_job(theirs, name)).replace(on_driver_exit="detach")
-    start(job, preflight(job).build, uuid.uuid4().hex, 0)
+    start(Run.open(job), preflight(job).build, uuid.uuid4().hex, 0)
     until(lambda: (found := attach(name)) is not None and ask(found, "view", deadline_s=PATIENCE_S).step >= 2)
     before = ask(attach(name), "view", deadline_s=PATIENCE_S)
     folder, left = log_folder(before.token), f"{name}-0001-abcdef"

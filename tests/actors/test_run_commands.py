@@ -61,7 +61,7 @@ def job_file(folder: Path, name: str, steps: int = 10_000, bucket: str = "bucket
 def begun(folder: Path, name: str, steps: int) -> tuple[Job, Any]:
     """Starts a run on the cluster of this process; no driver waits for it."""
     job = job_file(folder, name, steps, on_driver_exit="detach")
-    return job, start(job, preflight(job).build, uuid.uuid4().hex, 0)
+    return job, start(Run.open(job), preflight(job).build, uuid.uuid4().hex, 0)
 
 
 def test_a_run_of_another_cluster_may_live(tmp_path: Path) -> None:

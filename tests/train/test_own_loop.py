@@ -145,7 +145,7 @@ def test_a_loop_ends_its_run_with_a_save(tmp_path: Path, how: str) -> None:
         assert run_local(job, lines.append) == ("Finished", why, 3)
         run = Run.open(job)
         assert exported_hash(job) == exported_hash(shorter) and run.newest() == Version(3, 1)
-        assert run.end() == Finished(3, why) and finished(job) == (f"finished: step 3 is in the bucket: {why}", 3)
+        assert run.end() == Finished(3, why) and finished(Run.look(job)) == (f"finished: step 3 is in the bucket: {why}", 3)
         assert steps_in(tmp_path / "own" / "after")[-1:] == [3] and [*tmp_path.glob("own/toy/exports/*3")]
     assert not [line for line in lines if isinstance(line, StepLine)]
     (tmp_path / "own" / "how" / how).unlink()
@@ -169,7 +169,9 @@ def test_an_error_after_the_loop_does_not_move_the_end(tmp_path: Path, how: str)
         with pytest.raises(RuntimeError, match="the user's own words"):
             run_local(job, lambda _: None)
         run = Run.open(job)
-        assert run.newest() == Version(3, 1) and isinstance(run.end(), Finished) is (loop == "ends") is (finished(job) is not None)
+        assert run.newest() == Version(3, 1) and isinstance(run.end(), Finished) is (loop == "ends") is (
+            finished(Run.look(job)) is not None
+        )
 
 
 def unavailable(*_: object) -> None:
@@ -190,7 +192,7 @@ def test_an_end_without_its_save_is_none(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(PlatformGaveUp):
             run_local(job, lambda _: None)
     run = Run.open(job)
-    assert [*tmp_path.glob("toy/ends/*")] and run.end() is None and run.newest() is None and not finished(job)
+    assert [*tmp_path.glob("toy/ends/*")] and run.end() is None and run.newest() is None and not finished(Run.look(job))
     assert run_local(job, lambda _: None) == ("Finished", "it is good enough", 3)
 
 

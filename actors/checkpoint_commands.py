@@ -309,8 +309,8 @@ def _delete(run: Run, versions: Sequence[Version], why: str, claim: int) -> None
     try:
         for version in versions:
             with _told_if_full(run, version):
-                retention.mark(run, [version], why, claim)
-            gone = retention.remove(run, [version], claim)
+                retention.mark(run, version, why, claim)
+            gone = retention.remove(run, version, claim)
             say(f"{version} is deleted" if gone else f"{version} stays: a fork has begun to need it")
     except Exists:
         raise PlatformGaveUp(f"another command has begun to train {run.job.name} meanwhile; what is left is as its rules say") from None

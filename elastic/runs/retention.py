@@ -136,45 +136,43 @@ def collect(run: Run, keep: Keep, asked: Retain | None, claim: int, now: float |
     for seen in (known, None) if at_once and known else (None if at_once else known,):
         looked = look(run, keep, asked, now, seen)
         found, complete = looked.verdict, {each.version for each in looked.listed if each.manifest is not None or each.damaged}
-        gone += remove(run, found.marked[: None if at_once else MOST], claim)
+        gone += [version for version in found.marked[: None if at_once else MOST] if remove(run, version, claim)]
         # What was never complete goes first: without room for a mark, it makes room for one.
         for version in sorted(found.due[: None if at_once else MOST], key=lambda each: each in complete):
-            marked += mark(run, [version], "no rule keeps it", claim)
-            gone += remove(run, [version], claim) if at_once else ()
+            marked += [version] if mark(run, version, "no rule keeps it", claim) else []
+            gone += [version] if at_once and remove(run, version, claim) else []
     return Verdict(found.kept, tuple(gone), tuple(marked))
 
 
-def mark(run: Run, versions: Iterable[Version], why: str, claim: int) -> tuple[Version, ...]:
-    """Marks ``versions``, but for those that a fork needs, and returns those that it has marked.
+def mark(run: Run, version: Version, why: str, claim: int) -> bool:
+    """Marks ``version``, unless a fork needs it, and returns whether it has marked it.
 
     Raises :class:`Exists` if the newest claim of the run is another one.
 
     Whoever claims the run looks after that at the checkpoint from which a branch is to go on.  So a mark that was written after that look
     is taken back: the claim is seen here.
     """
-    marked = list[Version]()
-    for version in versions:
+    if not _may_go(run, version, claim):
+        return False
+    run.checkpoints.mark(version, why)
+    try:
         _check(run, claim)
-        if version not in forks.references(run.store, run.job.name):
-            run.checkpoints.mark(version, why)
-            marked.append(version)
-            try:
-                _check(run, claim)
-            except Exists:
-                run.checkpoints.unmark(version)
-                raise
-    return tuple(marked)
+    except Exists:
+        run.checkpoints.unmark(version)
+        raise
+    return True
 
 
-def remove(run: Run, versions: Iterable[Version], claim: int) -> tuple[Version, ...]:
-    """Removes ``versions``, which are marked, but for those that a fork needs, and returns what is gone.  Raises as :func:`mark` does."""
-    gone = list[Version]()
-    for version in versions:
-        _check(run, claim)
-        if version not in forks.references(run.store, run.job.name):
-            run.checkpoints.remove(version)
-            gone.append(version)
-    return tuple(gone)
+def remove(run: Run, version: Version, claim: int) -> bool:
+    """Removes ``version``, which is marked, unless a fork needs it, and returns whether it is gone.  Raises as :func:`mark` does."""
+    if may := _may_go(run, version, claim):
+        run.checkpoints.remove(version)
+    return may
+
+
+def _may_go(run: Run, version: Version, claim: int) -> bool:
+    _check(run, claim)
+    return version not in forks.references(run.store, run.job.name)
 
 
 def release(run: Run, claim: int) -> list[tuple[Reference, bool]]:

@@ -109,11 +109,11 @@ def test_a_full_bucket_deletes_nothing_that_somebody_began_to_need_meanwhile(by:
     forked = partial(forks.refer, saved.run.store, Origin(saved.run.job.name, Version(2, 1)), "fork")
     run = Run(saved.run.job, Brimful(saved.run.store, forked if by == "fork" else claims))
     if by == "fork":
-        mark(run, [Version(2, 1)], "asked", saved.claim)
-        assert remove(run, [Version(2, 1)], saved.claim) == ()
+        mark(run, Version(2, 1), "asked", saved.claim)
+        assert not remove(run, Version(2, 1), saved.claim)
     else:
         with pytest.raises(Exists):
-            mark(run, [Version(2, 1)], "asked", saved.claim)
+            mark(run, Version(2, 1), "asked", saved.claim)
         assert saved.good() == [1, 2, 3, 4]
     assert run.checkpoints.verify(Version(2, 1)).good
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from elastic.control.run import TERMINAL, Ended, Failed, Stopped
 from elastic.errors import JobError
-from elastic.runs.notes import Note
 from storage.errors import StorageError
 from storage.journal import owner_of
 from storage.numbered import Numbered
@@ -27,26 +26,14 @@ ADDRESS = "local"
 """Address that the owner of a run has if one process trains it by itself."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class End(Note):
-    """The note of how a process ended, at the wall-clock time ``at``.  The other entries are those of its ``state``."""
-
-    state: str
-    at: float
-    step: int = 0
-    why: str = ""
-    reason: str = ""
-    job_error: str = ""
-
-    @property
-    def how(self) -> Ended:
-        kind = next((each for each in TERMINAL if each.__name__ == self.state), Stopped)
-        return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
+def ends(store: ObjectStore, name: str) -> Numbered[Ended]:
+    """Returns how the processes ended that trained the run of that name, by their claims."""
+    return Numbered(store, f"{name}/ends", 1, of=_how)
 
 
-def ends(store: ObjectStore, name: str) -> Numbered[End]:
-    """Returns the ends of the processes that trained the run of that name, by their claims."""
-    return Numbered(store, f"{name}/ends", 1, of=End.of)
+def _how(about: Mapping[str, Any]) -> Ended:
+    kind = next((each for each in TERMINAL if each.__name__ == about["state"]), Stopped)
+    return kind(**{each.name: about[each.name] for each in fields(kind) if each.name in about})
 
 
 def claim(trains: bool) -> dict[str, Any]:
@@ -134,8 +121,7 @@ def _failed(error: BaseException) -> Ended:
 
 def ended(store: ObjectStore, name: str, incarnation: int) -> Ended | None:
     """Returns how the process that claimed the run as ``incarnation`` ended, or None if it has not said so."""
-    found = ends(store, name).find(incarnation)
-    return found.how if found is not None else None
+    return ends(store, name).find(incarnation)
 
 
 def life_of(pid: int) -> str:

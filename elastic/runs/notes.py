@@ -1,9 +1,8 @@
 """The notes of a run: small create-only documents, numbered in a folder for each kind, which readers take as typed values.
 
-    <run>/branches/<number>.json     from some version on, the run has other settings (:mod:`elastic.runs.branches`)
-    <run>/code/<number>.json         from some version on, it has other code (:mod:`elastic.runs.code`)
-    <run>/asked/<number>.json        what is asked of checkpoints of later generations (:mod:`elastic.runs.asked`)
-    <run>/ends/<incarnation>.json    how a process ended that trained the run by itself (:mod:`elastic.runs.alone`)
+    <run>/branches/<number>.json   from some version on, the run has other settings (:mod:`elastic.runs.branches`)
+    <run>/code/<number>.json       from some version on, it has other code (:mod:`elastic.runs.code`)
+    <run>/asked/<number>.json      what is asked of checkpoints of later generations (:mod:`elastic.runs.asked`)
 
 A note is created once, under the next number (:mod:`storage.numbered`), and never changes.
 """

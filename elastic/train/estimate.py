@@ -137,14 +137,16 @@ def by_recompute(job: Job) -> dict[Policy, Need]:
 def needs(job: Job, policies: Sequence[Policy]) -> dict[Policy, Need]:
     """Returns what training needs with each of ``policies``, by a step on tensors that have no values.
 
-    A member that shares the state has half of it, since with more members less comes and goes.  Where the whole state does not fit a
+    A member that shares the state does so with as many others as the job allows, as in a worker's warm-up.  Sums of gradients shrink with
+    the number of members and activations do not, so beside fewer members no more comes and goes.  Where the whole state does not fit a
     device anyway, its step is not tried.  Raises what opening the data raises, and what model or loss raise.
     """
     batch, builder, loss = _longest(job), builder_of(job), loss_of(job)
     model = build_model(job, builder)
     job = in_its_stage(job, model)
     need, found = need_of(job, tensors_of(model, rule_of(job))), dict[Policy, Need]()
-    degrees = (1,) if most_shards(job) == 1 else (2,) if 0 < limit_of(job) < need.held(1) else (1, 2)
+    most = most_shards(job)
+    degrees = (1,) if most == 1 else (most,) if 0 < limit_of(job) < need.held(1) else (1, most)
     for policy in policies:
         tried = job.replace(recompute=policy)
         ask = partial(peak_bytes, partial(build_model, tried, builder), tried, loss, batch, torch.device("cpu"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import torch
 from actors.cli import main
 from elastic.engine import memory
 from elastic.engine.loss import next_token
+from elastic.engine.peak import peak_bytes
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
+from elastic.plan.memory import Transient
 from elastic.train.estimate import (
     by_recompute,
     by_stage,
@@ -30,6 +34,7 @@ from elastic.train.estimate import (
     tensors_of_job,
     unnamed_policy,
 )
+from elastic.train.model import build_model, builder_of
 from elastic.train.preflight import preflight
 from elastic.train.session import opened
 from tests.support.job_file import to_toml
@@ -203,6 +208,24 @@ def test_stage_3_needs_memory_for_what_it_gathers(tmp_path: Path, capsys: pytest
     (tmp_path / "job.toml").write_text(to_toml(job))
     part = said(capsys, str(tmp_path / "job.toml"), "--workers.device-gb", "1", "--recompute", "0.5")
     assert "recompute = 0.5: " in part, "as it is written in a job"
+
+
+def test_with_more_members_the_sums_shrink_and_activations_do_not(tmp_path: Path) -> None:
+    """A block of two microbatches has two sums of all gradients, which may be larger than activations, and of which a member has its part.
+
+    The control is what was counted before: what comes and goes beside half of the sums is too little for an eighth of the state.
+    """
+    job = toy_job(tmp_path, model_args=MODEL, workers={"min": 2, "max": 8}, recompute="block", reduction={"block": 2}, global_batch=96)
+    job, batch = job.in_stage(3), opened(job).read(tuple(range(job.microbatch_size)))
+
+    def peak(shards: int) -> int:
+        return peak_bytes(partial(build_model, job, builder_of(job)), job, next_token, batch, torch.device("cpu"), shards)
+
+    (need,) = needs(job, ["block"]).values()
+    taken = {shards: need.held(shards) - need.summed(shards) + peak(shards) for shards in (2, 4, 8)}
+    assert need.of_a_member(8) == taken[8] and all(need.of_a_member(shards) >= size for shards, size in taken.items())
+    halves = replace(need, transient=Transient(0, peak(2) - need.summed(2)))
+    assert halves.of_a_member(8) < 0.95 * taken[8]
 
 
 def test_a_number_that_does_not_fit_is_told_as_a_job_writes_it(tmp_path: Path) -> None:

@@ -27,12 +27,8 @@ PRODUCT = ("elastic", "actors", "storage")
 SMALL, LARGE = (LOCAL, "2x1", "1x2", "2x2", "1x3"), (LOCAL, "2x1", "1x2")
 LAYOUTS = {"quickstart": LARGE, "text": LARGE, "kills": LARGE}
 RUNS = ("undisturbed", "killed", "shards", "coordinator", "stopped")
-RESUMED = "kept run, resumed"
-"""Name among the golden hashes of that with which the kept run ends on a kind of machine."""
-NUMERICS = 1
-"""The ``numerics`` of the golden jobs and runs; see ``README.md``."""
 NEWEST = 5
-"""The ``numerics`` of which ``hashes`` writes an entry; the entries of earlier numbers stay as they are."""
+"""The ``numerics`` of the golden jobs and runs, of which ``hashes`` writes an entry; the entry of an earlier number stays as it is."""
 
 
 def commit() -> str:
@@ -65,15 +61,15 @@ def hashes() -> None:
     requests: list[Request] = [(name, layout, {"numerics": NEWEST}) for name in layouts for layout in layouts[name]]
     answer = ask(requests)
     for (name, layout, _), value in zip(requests, answer["hashes"], strict=True):
-        keep(made_at, answer["kinds"][name], name, value, (layout,), NEWEST)
+        keep(made_at, answer["kinds"][name], name, value, (layout,))
 
 
-def keep(made_at: str, kind: str, job: str, value: str, seen: tuple[str, ...], numerics: int = NUMERICS) -> None:
-    """Writes a hash and where it was seen.  Raises AssertionError if another hash, or one of another commit, is known already."""
+def keep(made_at: str, kind: str, job: str, value: str, seen: tuple[str, ...]) -> None:
+    """Writes a hash and where it was seen.  Raises AssertionError if another hash is known already."""
     known = read("hashes.json")
-    numbered = known.setdefault(str(numerics), {"commit": made_at, "environment": PINNED, "kinds": {}})
+    numbered = known.setdefault(str(NEWEST), {"commit": made_at, "environment": PINNED, "kinds": {}})
     entry = numbered["kinds"].setdefault(kind, {}).setdefault(job, {"hash": value, "seen": []})
-    assert (numbered["commit"], entry["hash"]) == (made_at, value), f"{job}: {numbered['commit']} has {entry}, {made_at} has {value}"
+    assert entry["hash"] == value, f"{job}: {numbered['commit']} has {entry}, {made_at} has {value}"
     entry["seen"] = sorted({*entry["seen"], *seen})
     write("hashes.json", known)
 
@@ -95,7 +91,7 @@ def runs() -> None:
             pack(folder / name / "bucket" / name, f"journals/{name}.tar.gz", without=(".safetensors", ".parquet", ".log"))
             told[name] = facts(folder / name / "bucket", name)
         pack(folder / "stopped" / CHECKPOINT / "stopped", "checkpoint.tar.gz", without=(".log",))
-    write("journals.json", {**read("journals.json"), **told})
+    write("journals.json", told)
 
 
 def _checked(*arguments: str) -> str:
@@ -128,7 +124,7 @@ def unpack(name: str, bucket: Path) -> Any:
     settings = json.loads(about.read_text(encoding="utf-8"))["job"]
     settings["data"]["args"].pop("gates", None)
     settings["copies"].pop("price_per_gb", None)  # a retired setting, used only in sentences of the launch
-    return Job(**{"numerics": 1, **settings, "bucket": str(bucket)})
+    return Job(**{**settings, "bucket": str(bucket)})
 
 
 def facts(bucket: Path, name: str) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import tarfile
+import json
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,8 @@ from hypothesis import strategies as st
 from storage.checkpoints import INDEX, Checkpoints, ShardReceipt
 from storage.checkpoints.checkpoints import RECENT
 from storage.checkpoints.index import Index, cuts_of, grouped
-from storage.errors import Damaged, Incomplete, Missing
+from storage.documents import seal
+from storage.errors import BadFormat, Damaged, Incomplete, Missing
 from storage.objects import ObjectStore
 from storage.slices import Slice, Tensor, Version
 from tests.benchmarks.scale.manifests import Counting, commit, parts_of, saved
@@ -22,7 +22,6 @@ from tests.storage.states import TENSORS, save, state_of
 
 pytestmark = pytest.mark.fast
 V = Version(1000, 3)
-GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint.tar.gz"
 _numbers = itertools.count()
 
 
@@ -144,31 +143,14 @@ def test_a_damaged_index_opens_nothing() -> None:
         checkpoints.open(V)
 
 
-# ---- checkpoints of format 1
-
-
-def test_a_checkpoint_of_format_1_is_read_and_judged_as_before(tmp_path: Path) -> None:
-    """A kept checkpoint with a parquet index: every slice is read, and a damaged header is noticed by ``verify`` and by every reader."""
-    with tarfile.open(GOLDEN) as kept:
-        kept.extractall(tmp_path, filter="data")
-    (manifest,) = tmp_path.glob("**/MANIFEST.json")
-    step, run = int(manifest.parents[1].name), manifest.parents[3]
-    version = Version(step, int(manifest.parent.name[1:]))
-    checkpoints = Checkpoints(ObjectStore.open(str(run.parent)), run.name)
-    assert b'"format": 1' in manifest.read_bytes() and checkpoints.verify(version).good
-    reader = checkpoints.open(version)
-    assert reader.manifest.index.name.endswith(".parquet")
-    wanted = [tensor.whole() for tensor in reader.tensors()]
-    assert sorted(part for part, _ in reader.read(wanted)) == sorted(wanted)
-    assert checkpoints.latest_good() == version
-    for file in reader.manifest.files[:-1]:
-        path = manifest.parent / file.name
-        good = path.read_bytes()
-        path.write_bytes(good[:30] + bytes([good[30] ^ 1]) + good[31:])
-        assert not checkpoints.verify(version).good
-        with pytest.raises(Damaged, match=file.name):
-            list(checkpoints.open(version).read(wanted))
-        path.write_bytes(good)
+def test_a_checkpoint_of_an_older_format_is_refused() -> None:
+    checkpoints = Checkpoints(ObjectStore.open(f"memory://index-{next(_numbers)}"), "run")
+    save(checkpoints, V, state_of(TENSORS, seed=1), 3)
+    key = f"{checkpoints.folder(V)}/MANIFEST.json"
+    content = {name: value for name, value in json.loads(checkpoints.store.get(key)).items() if name != "blake3"}
+    checkpoints.store.put(key, seal(content | {"format": 1}))
+    with pytest.raises(BadFormat, match="has format 1, and this release reads formats from 2 on: read it by an older release"):
+        checkpoints.manifest(V)
 
 
 # ---- listings

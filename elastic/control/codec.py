@@ -19,12 +19,12 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from elastic.control import old_journals, packed
+from elastic.control import packed
 from elastic.control.decision import Transition
 from elastic.control.deltas import SAME, delta, patched
 from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
-from elastic.control.run import Finished, Forming, RunState
+from elastic.control.run import Finished, RunState
 from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (
@@ -46,7 +46,6 @@ from elastic.protocol.events import (
 from elastic.protocol.plan import Plan
 
 FORMAT = 3
-READABLE = (*old_journals.FORMATS, FORMAT)
 
 RETIRED = {"state_bytes", "copy_rule", "validate_every"}
 """Fields that older versions wrote and that no decision uses any more."""
@@ -221,32 +220,23 @@ def changes(before: RunState, after: RunState, told: Told | None = None) -> dict
 
 
 def fold(snapshot: Mapping[str, Json], records: Iterable[Mapping[str, Json]]) -> RunState:
-    """Returns the run after the last of ``records``, which follow ``snapshot`` without a gap."""
-    snapshot, records = modern(snapshot, tuple(records))
+    """Returns the run after the last of ``records``, which follow ``snapshot`` without a gap.  Raises :class:`UnknownFormat`."""
+    snapshot, _ = checked((snapshot, ()))
     for each in records:
         snapshot = after(snapshot, each)
     return decode_run(snapshot["run"])
 
 
-def modern(snapshot: Mapping[str, Json], records: Sequence[Mapping[str, Json]]) -> Segment:
-    """Returns a segment of any readable format in today's format.  No other function knows the older formats.
-
-    Raises :class:`UnknownFormat`.
-    """
-    if snapshot["format"] not in READABLE:
-        *some, last = map(str, READABLE)
-        raise UnknownFormat(f"the journal has format {snapshot['format']}, this version reads {', '.join(some)} and {last}")
-    if snapshot["format"] == FORMAT:
-        return snapshot, records
-    try:
-        snapshot, records = old_journals.converted(snapshot, records, RETIRED, FORMAT)
-    except KeyError as error:
-        raise UnknownFormat(f"RunState of the journal has unknown fields: {error.args[0]}") from None
-    return {**snapshot, "run": encode(decode_run(snapshot["run"]))}, records  # the run gets the fields that its version did not have yet
+def checked(segment: Segment) -> Segment:
+    """Returns ``segment``.  Raises :class:`UnknownFormat` if it has another format than this version writes."""
+    if (found := segment[0]["format"]) != FORMAT:
+        by = "a version of Elastic before 2026-11-25" if found < FORMAT else "a later version of Elastic"
+        raise UnknownFormat(f"the journal has format {found}, which {by} wrote, and this one reads {FORMAT}; use that version to read it")
+    return segment
 
 
 def after(snapshot: Mapping[str, Json], record: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the beginning of the next segment, which is ``snapshot`` changed by ``record``; both have today's format."""
+    """Returns the beginning of the next segment, which is ``snapshot`` changed by ``record``."""
     record = written_out(record, snapshot["run"])
     return {**snapshot, "run": patched(before(snapshot["run"], record), {"~": record["changed"]})}
 
@@ -260,7 +250,7 @@ def before(run: Json, record: Mapping[str, Json]) -> Json:
 
 
 def field_after(segment: Segment, part: str, name: str) -> Json:
-    """Returns the field ``name`` of the run's value ``part`` after the last record of a segment in today's format."""
+    """Returns the field ``name`` of the run's value ``part`` after the last record of a segment."""
     snapshot, records = segment
     value = snapshot["run"][part].get(name, ())
     for record in records:
@@ -271,7 +261,7 @@ def field_after(segment: Segment, part: str, name: str) -> Json:
 
 
 def incarnation_after(segment: Segment) -> int:
-    """Returns the incarnation of the run after the last record of a segment of any format; it builds nothing else."""
+    """Returns the incarnation of the run after the last record of a segment; it builds nothing else."""
     snapshot, records = segment
     changes = (changed for record in records for changed in (record.get("meanwhile", {}), record["changed"]))
     found: int = max([snapshot["run"]["incarnation"], *(each["incarnation"] for each in changes if "incarnation" in each)])
@@ -344,7 +334,7 @@ def encode(value: object, told: Told | None = None) -> Json:
 
 
 def spelled_out(json: Json) -> Json:
-    """Returns the JSON of a commit with a list for each of its packed fields, as older versions wrote it; any other as it is."""
+    """Returns the JSON of a commit with a list for each of its packed fields; any other as it is."""
     if PACKED not in json:
         return json
     rest = {name: each for name, each in json.items() if name != PACKED}
@@ -406,8 +396,6 @@ def _decode_fields(kind: Any, json: Json) -> Any:
         raise UnknownFormat(f"the journal has {json.get('$')!r} where {kind.__name__} is expected")
     if PACKED in json:
         return _decode_fields(kind, spelled_out(json))
-    if kind is Forming:
-        json = old_journals.with_there(json)
     unknown = sorted(json.keys() - hints.keys() - RETIRED - {"$"})
     if unknown:
         raise UnknownFormat(f"{kind.__name__} of the journal has unknown fields: {', '.join(unknown)}")

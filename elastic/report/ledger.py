@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elastic.control.codec import Segment, decode, field_after, modern
+from elastic.control.codec import Segment, checked, decode, field_after
 from elastic.ids import Version
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.lineage import Lineage, contains
@@ -17,7 +17,6 @@ from elastic.protocol.lineage import Lineage, contains
 
 def ledger(segments: Sequence[Segment]) -> dict[int, Outcome]:
     """Returns the outcome of each step of the surviving lineage."""
-    segments = [modern(*segment) for segment in segments]
     told = _told(segments)
     lineage = decode(Lineage, field_after(segments[-1], "history", "lineage")) if segments else ()
     return {version.step: decode(Outcome, told[version]) for version in sorted(told) if contains(lineage, version)}
@@ -25,10 +24,10 @@ def ledger(segments: Sequence[Segment]) -> dict[int, Outcome]:
 
 def outcome_of(segments: Sequence[Segment], version: Version) -> Outcome | None:
     """Returns the outcome of a step that one generation committed, which may be abandoned by now; None if nobody told it."""
-    told = _told([modern(*segment) for segment in segments]).get(version)
+    told = _told(segments).get(version)
     return None if told is None else decode(Outcome, told)
 
 
 def _told(segments: Sequence[Segment]) -> dict[Version, Any]:
-    records = (record for _, each in segments for record in each)
+    records = (record for _, each in map(checked, segments) for record in each)
     return {Version(each["step"], each["generation"]): each for record in records for each in record.get("commits", ())}

@@ -29,8 +29,6 @@ Json = Mapping[str, Any]
 
 SHOWN_MEMBERS = 8
 """Largest number of members that a line names."""
-NEW_ACTIONS = frozenset({"Upload"})
-"""Actions that older formats do not have.  Workers uploaded their saves themselves then."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,7 @@ def tell(segments: Iterable[Segment], *, layers: bool = False) -> Iterator[str]:
     With ``layers``, a line follows for each commit that tells the norms of layers.
     """
     before, state, commits, incarnation = 0.0, "", list[Json](), None
-    for segment in segments:
-        snapshot, records = codec.modern(*segment)
+    for snapshot, records in map(codec.checked, segments):
         state = state or snapshot["run"]["state"]["$"]
         if incarnation is not None and snapshot["run"]["incarnation"] > incarnation:  # who takes over continues the run of another
             if commits:
@@ -176,18 +173,16 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
     ``rules`` are for segments without rules of their own.  Raises :class:`ValueError` if there are no rules, and
     :class:`~elastic.control.codec.UnknownFormat` if this version cannot read the journal.
     """
-    for snapshot, records in segments:
-        unknown = NEW_ACTIONS if snapshot["format"] < codec.FORMAT else frozenset[str]()
-        snapshot, records = codec.modern(snapshot, records)
+    for snapshot, records in map(codec.checked, segments):
         recorded = snapshot.get("rules")
         by = codec.decode(Rules, recorded) if recorded else rules
         if by is None:
             raise ValueError("the journal does not have the rules by which it was decided: name the job file instead of the journal")
-        yield from _of_segment(snapshot, records, by, unknown, sentences=bool(recorded) and snapshot["code"] == code)
+        yield from _of_segment(snapshot, records, by, sentences=bool(recorded) and snapshot["code"] == code)
 
 
-def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, unknown: frozenset[str], *, sentences: bool) -> Iterator[Difference]:
-    """Yields the differences of one segment.  ``unknown`` are actions that did not exist yet when it was written."""
+def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool) -> Iterator[Difference]:
+    """Yields the differences of one segment.  Reasons are compared only with ``sentences``."""
     for record in records:
         record = codec.written_out(record, snapshot["run"])
         before = codec.before(snapshot["run"], record)
@@ -196,8 +191,7 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, unknown: 
         state = type(decided.run.state).__name__
         if state != record["state"]:
             yield Difference(record["n"], "state", record["state"], state)
-        known = [action for action in decided.actions if type(action).__name__ not in unknown]
-        ours = _in_the_words_of(record["actions"], codec.encode(tuple(known)))
+        ours = _in_the_words_of(record["actions"], codec.encode(decided.actions))
         if ours != record["actions"]:
             wanted, ours = ("; ".join(map(action_line, each)) for each in (record["actions"], ours))
             yield Difference(record["n"], "actions", wanted, ours)
@@ -209,7 +203,6 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, unknown: 
 def _in_the_words_of(recorded: Any, ours: Any) -> Any:
     """Returns ``ours`` without the fields that did not exist yet when ``recorded`` was written."""
     if isinstance(recorded, dict) and isinstance(ours, dict) and recorded.get("$") == ours.get("$"):
-        ours = codec.spelled_out(ours) if codec.PACKED not in recorded else ours
         return {name: _in_the_words_of(recorded[name], each) for name, each in ours.items() if name in recorded}
     if isinstance(recorded, list) and isinstance(ours, list) and len(recorded) == len(ours):
         return [_in_the_words_of(*pair) for pair in zip(recorded, ours, strict=True)]

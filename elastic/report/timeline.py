@@ -108,7 +108,7 @@ class Timeline:
         """Yields each record after it was noted, so that the journal is read only once."""
         for head, records in segments:
             if "run" in head:
-                head, records = codec.modern(head, records)
+                codec.checked((head, records))
                 if head["run"]["incarnation"] > self._incarnation and records:
                     self._starts(records[0]["at"], head["run"]["state"])
                 self._incarnation = max(self._incarnation, head["run"]["incarnation"])

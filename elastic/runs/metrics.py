@@ -186,9 +186,8 @@ class Following:
         for head, records in journal.since(self.store, self.name, self._next):
             self._next = records[-1]["n"] + 1
             if "continues" not in head:
-                snapshot, found = codec.modern(head, records)
-                self.rows.read(snapshot, found)
-                self._begun.append((max((step for _, step in snapshot["run"]["history"]["lineage"]), default=0), records[0]["n"]))
+                self.rows.read(*codec.checked((head, records)))
+                self._begun.append((max((step for _, step in head["run"]["history"]["lineage"]), default=0), records[0]["n"]))
             elif self._begun:
                 self.rows.read(None, records)
 

@@ -398,7 +398,7 @@ class Run:
         return run if run is not None and run.incarnation >= first else None
 
     def _left(self, ends: Iterable[Written]) -> tuple[int, list[codec.Segment]]:
-        """Returns the number of the first record that the bucket lacks, and the last segments of the journal, in today's format.
+        """Returns the number of the first record that the bucket lacks, and the last segments of the journal.
 
         The segments are taken from the bucket or from ``ends``, whichever reach further.
         """
@@ -410,7 +410,7 @@ class Run:
         copies = [Found(incarnation, replicas.first_of(each), replicas.last_of(each), each) for incarnation, each in parsed if each]
         found = furthest(end, by, copies)
         left = self._newest.rejoined(found.records) if found is not None else [written] if written else []
-        return end, [codec.modern(*segment) for segment in left]
+        return end, [*map(codec.checked, left)]
 
     def recover(self, first: int, local: Path, ends: Iterable[Written]) -> tuple[RunState, Journal] | None:
         """Returns what a dead coordinator has left: the state according to its journal, and the journal to continue.
@@ -434,11 +434,11 @@ class Run:
         return codec.fold(known, ()), kept
 
     def segments(self) -> list[codec.Segment]:
-        """Returns the part of the journal that is in the bucket, in today's format."""
-        return [codec.modern(*segment) for segment in journal.read(self.store, self.job.name)]
+        """Returns the part of the journal that is in the bucket."""
+        return [*map(codec.checked, journal.read(self.store, self.job.name))]
 
     def records(self) -> list[Mapping[str, Any]]:
-        """Returns all records of the journal that are in the bucket, in today's format."""
+        """Returns all records of the journal that are in the bucket."""
         return [record for _, records in self.segments() for record in records]
 
     @property

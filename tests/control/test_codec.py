@@ -87,7 +87,7 @@ def test_nan_is_told_apart_from_nothing() -> None:
     assert math.isnan(again.squared_norm) and math.isnan(again.losses[0])
 
 
-def test_what_a_later_version_wrote_is_refused_by_name() -> None:
+def test_what_another_version_wrote_is_refused_by_name() -> None:
     line = encode(StepDone(WorkerId("w1"), 1, outcome(1, 1)))
     with pytest.raises(UnknownFormat, match="'Teleported' where one of Attached, Beat, Broken"):
         decode_event({**line, "$": "Teleported"})
@@ -95,8 +95,9 @@ def test_what_a_later_version_wrote_is_refused_by_name() -> None:
         decode_event({**line, "mood": 1, "colour": 2})
     with pytest.raises(UnknownFormat, match="'Here' where Outcome is expected"):
         decode_event({**line, "outcome": encode(Here(WorkerId("w1"), 1))})
-    with pytest.raises(UnknownFormat, match="format 4, this version reads 1, 2 and 3"):
-        fold({"format": 4, "run": {}}, [])
+    for number, by in ((4, "a later version of Elastic"), (2, "a version of Elastic before 2026-11-25")):
+        with pytest.raises(UnknownFormat, match=f"format {number}, which {by} wrote, and this one reads 3; use that version to read it"):
+            fold({"format": number, "run": {}}, [])
 
 
 def test_a_field_with_a_default_may_be_missing() -> None:

@@ -88,7 +88,7 @@ def committed(decision: Decision, outcome: Outcome) -> None:
         decision.know("history", furthest=version, fruitless=0)
     if outcome.boundary == ENDS:
         _know_the_end(decision, outcome.step, asked=True)
-    if saves.begins(outcome, decision.rules.save_every, decision.rules.target_step):
+    if outcome.saves:
         saves.begin(decision, outcome)
     elif outcome.behind and due(outcome.step, decision.rules.save_every, decision.rules.target_step):
         decision.say(

@@ -70,7 +70,7 @@ def form(decision: Decision) -> None:
         return _wait(decision, why)
     given_up = lineage.abandoned(run.history.lineage, plan.version)
     _take_up(decision, plan)
-    if run.saves.by_keepers:
+    if run.saves.pending:
         saves.tell(decision)
     enter(decision, Forming(plan, decision.now + decision.rules.form_s, since=decision.now))
     decision.do(Form(plan))
@@ -232,8 +232,7 @@ def stop_unread(decision: Decision, plan: Plan) -> None:
     else:
         enter(decision, state)
     decision.do(Fence(plan.generation, pending))
-    if not saves.by_members(run):
-        saves.tell(decision)
+    saves.tell(decision)
     copy_inventory.ask(decision)
     decision.say(f"{cause}: stop it with {names(pending)}")
 

@@ -204,7 +204,7 @@ def _keeper_up(decision: Decision, event: KeeperUp) -> None:
     state = decision.run.state
     if new:
         copy_inventory.ask_again(decision, event.node)
-        if decision.run.history.last is not None or decision.run.saves.by_keepers:
+        if decision.run.history.last is not None or decision.run.saves.pending:
             saves.tell(decision)  # its workers may wait for saves that are over
         if isinstance(state, Running):
             copy_inventory.pair(decision, state.plan)

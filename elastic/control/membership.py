@@ -110,7 +110,7 @@ def remove(decision: Decision, workers: tuple[WorkerId, ...]) -> None:
     """Removes the workers from the run.  Their copies stay with their keepers."""
     gone = frozenset(workers)
     nodes = dict.fromkeys(known.node for worker, known in decision.run.workers.items() if worker in gone)
-    decision.know(members=decision.run.members.without(gone), saves=saves.survivors(decision.run.saves, gone))
+    decision.know(members=decision.run.members.without(gone))
     for node in nodes:
         _note_leaving(decision, node)
 

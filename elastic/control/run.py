@@ -291,6 +291,12 @@ class Saving:
     version: Version
     members: tuple[WorkerId, ...]
     """The workers whose parts make up the checkpoint."""
+    nodes: tuple[NodeId, ...]
+    """The node of each member, whose keeper uploads the part."""
+    layout: Layout
+    """The layout of the members."""
+    heard_at: float
+    """The time at which the save began or the last part was reported."""
     reported: tuple[WorkerId, ...] = ()
     """The workers whose parts are in the bucket."""
     ask_at: float = 0.0
@@ -301,16 +307,10 @@ class Saving:
     """The generation of the world that writes the checkpoint; 0 means the generation that committed the version."""
     failed: str = ""
     """The reason why the checkpoint can never be complete, if it was reported before the commit of its version."""
-    layout: Layout | None = None
-    """The layout of the members."""
-    heard_at: float = NEVER
-    """The time at which the save began or the last part was reported; NEVER in older journals, whose silent saves are not given up."""
     refused_at: float | None = None
     """The time since which the bucket refuses what it is given of the checkpoint; None if it does not."""
     refused: tuple[WorkerId, ...] = ()
     """The workers whose parts the bucket has refused and does not have yet.  Their keepers say so once."""
-    nodes: tuple[NodeId, ...] = ()
-    """The node of each member, whose keeper uploads the part.  Empty in older journals: there, members uploaded their parts themselves."""
 
     @property
     def complete(self) -> bool:
@@ -327,7 +327,7 @@ class Saving:
 
     def heard(self, now: float) -> Saving:
         """Returns the saving after something was heard of it, so that its silence and its refusal count from ``now`` on."""
-        return evolve(self, heard_at=self.heard_at if self.heard_at == NEVER else now, refused_at=now if self.refused else None)
+        return evolve(self, heard_at=now, refused_at=now if self.refused else None)
 
     def needs(self, node: NodeId) -> bool:
         """Returns whether the keeper of ``node`` has still to report a part."""
@@ -353,17 +353,12 @@ class Saves:
         return Saves(tuple(saving for saving in self.pending if saving.version != version))
 
     @property
-    def by_keepers(self) -> bool:
-        """True if there is a save that keepers upload."""
-        return any(saving.nodes for saving in self.pending)
-
-    @property
     def orders(self) -> tuple[Save, ...]:
         """The saves that the keepers are to upload."""
         return tuple(
             Save(each.version, each.by or each.version.generation, each.layout, each.members, each.nodes)
             for each in self.pending
-            if each.layout is not None and not each.failed
+            if not each.failed
         )
 
 

@@ -17,26 +17,13 @@ from dataclasses import replace
 from elastic.control.decision import Decision
 from elastic.control.rules import Rules
 from elastic.control.run import Finishing, RunState, Saves, Saving, Stopping
-from elastic.ids import NodeId, Version, WorkerId
+from elastic.ids import NodeId, Version
 from elastic.plan import retention
 from elastic.protocol import lineage
 from elastic.protocol.actions import CommitManifest, Quarantine, Retain, Upload
-from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome
-from elastic.protocol.copy_schedule import due
+from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Saved, SaveFailed, ShardSaved
 from elastic.protocol.plan import Plan
-
-
-def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
-    """Returns whether the version that ``outcome`` commits is saved.  If the commit does not say so, it is from an older version, with its
-    rule.
-    """
-    if outcome.saves is not None:
-        return outcome.saves
-    if outcome.boundary == SAVE_AND_PAUSE or outcome.step == target_step:
-        return True
-    return due(outcome.step, save_every, target_step) and not outcome.behind
-
 
 # ---- a save, from its beginning to its manifest
 
@@ -44,33 +31,20 @@ def begins(outcome: Outcome, save_every: int, target_step: int) -> bool:
 def begin(decision: Decision, outcome: Outcome) -> None:
     """Begins a save: the members copy the version that ``outcome`` commits, and their keepers upload the copies."""
     run, plan, version = decision.run, decision.plan, Version(outcome.step, outcome.generation)
-    if outcome.saves is None:
-        return _begin_of_old(decision, version, plan)
     keepers = frozenset(run.cluster.keepers)
     if lacking := tuple(node for node in dict.fromkeys(plan.nodes) if node not in keepers):
         decision.say(f"{version} is not saved: there is no keeper on node {', '.join(node[:8] for node in lacking)}")
         decision.durable = True
     elif version not in run.history.saved:
-        _put(decision, Saving(version, plan.members, layout=plan.layout, nodes=plan.nodes, heard_at=decision.now))
+        _put(decision, Saving(version, plan.members, plan.nodes, plan.layout, decision.now))
     tell(decision)
-
-
-def _begin_of_old(decision: Decision, version: Version, plan: Plan) -> None:
-    """Begins a save as in journals of older versions, whose members uploaded their parts themselves."""
-    known, writable = decision.run.saves.find(version), set(plan.members) <= decision.run.workers.keys()
-    if known is None and writable and version not in decision.run.history.saved:
-        _put(decision, Saving(version, plan.members))
-    elif known is not None and known.failed:
-        _forget(decision, version, known.failed)
 
 
 def begin_again(decision: Decision, plan: Plan, version: Version) -> None:
     """Begins the save of ``version`` again, with the members of ``plan``.  A manifest that was asked for still counts."""
     known = decision.run.saves.find(version)
-    again = Saving(version, plan.members, asked=known is not None and known.asked, by=plan.generation)
-    if not by_members(decision.run):
-        again = replace(again, layout=plan.layout, nodes=plan.nodes, heard_at=decision.now)
-    _put(decision, again)
+    asked = known is not None and known.asked
+    _put(decision, Saving(version, plan.members, plan.nodes, plan.layout, decision.now, asked=asked, by=plan.generation))
     tell(decision)
 
 
@@ -80,16 +54,9 @@ def tell(decision: Decision) -> None:
     Keepers that have parts to upload are told even if they are not known to be up: one may come up meanwhile.
     """
     run, orders = decision.run, decision.run.saves.orders
-    if by_members(run):
-        return
     keepers = tuple(dict.fromkeys((*run.cluster.keepers, *(node for save in orders for node in save.nodes))))
     decision.actions = [action for action in decision.actions if not isinstance(action, Upload)]
     decision.do(Upload(keepers, orders, run.generation, run.version))
-
-
-def by_members(run: RunState) -> bool:
-    """Returns whether the members upload their parts themselves, as in older versions, whose commits do not say what is saved."""
-    return run.history.last is not None and run.history.last.saves is None
 
 
 def without_keepers(decision: Decision, nodes: Iterable[NodeId]) -> None:
@@ -108,7 +75,7 @@ def _put(decision: Decision, saving: Saving) -> None:
 
 
 def shard_saved(decision: Decision, event: ShardSaved) -> None:
-    known = decision.run.saves.find(event.version) or _unannounced(decision, event.version)
+    known = decision.run.saves.find(event.version)
     if known is None or event.worker not in known.members or not known.is_of(event.by):
         return decision.refuse(f"nobody waits for a part of {event.version} from {event.worker}")
     _put(decision, known.report(event.worker, decision.now))
@@ -120,15 +87,6 @@ def _wait_on(decision: Decision) -> None:
     state = decision.run.state
     if isinstance(state, Finishing) or (isinstance(state, Stopping) and state.planned and not state.pending):
         decision.amend(deadline=decision.now + decision.rules.stop_s)
-
-
-def _unannounced(decision: Decision, version: Version) -> Saving | None:
-    """Returns the save of a part that was reported before its commit, as members of older versions did; None if there is no such save."""
-    plan = decision.run.plan
-    own = plan is not None and version.generation == plan.generation and version not in decision.run.history.saved
-    if plan is None or not own or not set(plan.members) <= decision.run.workers.keys():
-        return None
-    return Saving(version, plan.members)
 
 
 def ask_for_manifests(decision: Decision) -> None:
@@ -196,8 +154,7 @@ def saved(decision: Decision, event: Saved) -> None:
     decision.know("history", saved=tuple(sorted({*run.history.saved, version})))
     if decision.rules.keep.younger_s:
         decision.know("history", written=(*run.history.written, (version, decision.now)))
-    if run.saves.by_keepers:
-        tell(decision)
+    tell(decision)
     decision.durable = True
     if decision.rules.keep.last:
         retain(decision)
@@ -207,13 +164,10 @@ def saved(decision: Decision, event: Saved) -> None:
 def save_failed(decision: Decision, event: SaveFailed) -> None:
     """Notes that a part or a manifest was not written.  If only the bucket is at fault it is tried again, else the save is given up."""
     known, committed = decision.run.saves.find(event.version), decision.run.history.contains(event.version)
-    if known is None and not committed:
-        known = _unannounced(decision, event.version)
     if known is None or not known.is_of(event.by):
         return decision.refuse(f"nobody saves {event.version}")
-    of_manifest = event.manifest or (event.again is None and known.asked and known.complete)
-    what = f"{'the manifest' if of_manifest else 'a part'} of {event.version} was not written ({event.reason})"
-    if event.again or (event.again is None and of_manifest):
+    what = f"{'the manifest' if event.manifest else 'a part'} of {event.version} was not written ({event.reason})"
+    if event.again:
         ask_at = decision.now + decision.rules.fence_s if known.asked else known.ask_at
         since = decision.now if known.refused_at is None else known.refused_at
         awaited = event.worker in known.members and event.worker not in (*known.reported, *known.refused)
@@ -221,11 +175,11 @@ def save_failed(decision: Decision, event: SaveFailed) -> None:
         _put(decision, replace(known, ask_at=ask_at, refused_at=since, refused=refused))
         if event.full:
             retain(decision, at_once=True)
-        if of_manifest:
+        if event.manifest:
             decision.say(f"{what}; again in {decision.rules.fence_s:g} s{_until(decision)}")
         elif event.worker not in known.refused or not event.worker:  # of a bucket that stays full each worker's first word is enough
             decision.say(f"{what}; its keeper tries again until the bucket takes it{_until(decision)}")
-    elif known.asked and not of_manifest and event.again is not None:
+    elif known.asked and not event.manifest:
         _put(decision, replace(known, failed=event.reason))  # an earlier coordinator's manifest may be there: it is asked for once more
         tell(decision)
         decision.durable = True
@@ -247,21 +201,12 @@ def _until(decision: Decision) -> str:
 def _forget(decision: Decision, version: Version, why: str) -> None:
     known = decision.run.saves.find(version)
     decision.know(saves=decision.run.saves.without(version))
-    if known is not None and known.nodes:
+    if known is not None:
         tell(decision)
         decision.durable = True
     decision.say(f"the checkpoint of {version} failed ({why})")
     if version != decision.run.version:  # where only saves are copied, the next save gets its slot only now
         _wait_on(decision)
-
-
-def survivors(saves: Saves, gone: Iterable[WorkerId]) -> Saves:
-    """Returns the saves that can still become complete without the workers that are ``gone``.
-
-    A save whose manifest was asked for stays too: the manifest may still come, perhaps because another coordinator asked for it.
-    """
-    lost = set(gone)
-    return Saves(tuple(each for each in saves.pending if each.nodes or each.asked or not lost & (set(each.members) - set(each.reported))))
 
 
 # ---- what is in the bucket

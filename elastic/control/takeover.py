@@ -61,7 +61,7 @@ def recovered(decision: Decision, event: Recovered) -> None:
     if not event.whole:
         _expect_the_unread(decision)
     _say_again(decision)
-    if decision.run.history.last is not None or decision.run.saves.by_keepers:
+    if decision.run.history.last is not None or decision.run.saves.pending:
         saves.tell(decision)
     if decision.run.takeover.startups > MAX_DEATHS:
         give_up(decision, f"{MAX_DEATHS} coordinators in a row died before anything came of their start")

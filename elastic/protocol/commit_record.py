@@ -203,10 +203,9 @@ class Outcome:
     ``copied_through`` is the newest step of this generation of which every member had a complete copy in host memory when it prepared
     this step (-1: none); ``buddied_through`` is the same for complete copies at buddies.  ``copy_every`` and ``buddy_every`` are the
     smallest numbers of steps from one copy to the next.  ``behind`` says that a member has no room for a save.  ``saves`` says that every
-    member copies the state after this step and that this copy is a save; it is None in the journals of older versions, whose members
-    found that out for themselves.  ``usage`` has the largest value of any member for each field, and ``usage_ranks`` the world rank of
-    that member; without ranks nothing was measured, as in the journals of older versions.  Outcomes are equal whatever
-    was measured.  ``validated`` is what the state before this step has lost on held-out samples; None if it was not to be validated.
+    member copies the state after this step and that this copy is a save.  ``usage`` has the largest value of any member for each field,
+    and ``usage_ranks`` the world rank of that member; without ranks nothing was measured.  Outcomes are equal whatever was measured.
+    ``validated`` is what the state before this step has lost on held-out samples; None if it was not to be validated.
     ``rescales`` says that the gradient is not finite and the scale of the loss becomes smaller, so that a later step may be finite.
     ``spike`` says that the step is a spike (``[spikes]``), and ``quarantined`` has the samples that no later step reads, because of it,
     because their loss is not finite, or because their microbatch is one of those ``left_out``.
@@ -225,7 +224,7 @@ class Outcome:
     behind: bool = False
     copy_every: int = 0
     buddy_every: int = 0
-    saves: bool | None = None
+    saves: bool = False
     usage: Usage = field(default=NO_USAGE, compare=False)
     usage_ranks: tuple[int, ...] = field(default=(), compare=False)
     validated: Validated | None = None

@@ -342,15 +342,12 @@ class SaveFailed:
     reason: str
     by: int = 0
     """The generation whose parts failed, as in :class:`ShardSaved`."""
-    again: bool | None = None
-    """True if only the bucket was at fault: a keeper tries its part again by itself, and a manifest may be asked for again.
-
-    None, in journals of older versions: then a manifest is asked for again, and a part is not.
-    """
+    again: bool = False
+    """True if only the bucket was at fault: a keeper tries its part again by itself, and a manifest is asked for again."""
     manifest: bool = False
-    """True if it is the manifest that was not written; older journals do not say so."""
+    """True if it is the manifest that was not written."""
     worker: WorkerId | None = None
-    """The worker whose part was not written; None for a manifest and in older journals."""
+    """The worker whose part was not written; None for a manifest."""
     full: bool = False
     """True if the bucket has no room for it."""
 

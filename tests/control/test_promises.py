@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -59,7 +60,7 @@ def any_fact(rng: Random, run: RunState) -> ev.Fact:
             ev.Ready(member, generation),
             ev.Ready(member, generation),
             ev.StepDone(member, generation, outcome(step, generation, rng.choice((0, 0, 1, 2)))),
-            ev.StepDone(member, generation, outcome(step, generation)),
+            ev.StepDone(member, generation, replace(outcome(step, generation), saves=step % 2 == 0)),
             ev.Fenced(member, generation, held, rng.choice((None, step)), seen),
             ev.Fenced(member, generation, held, rng.choice((None, step)), seen),
             ev.Lost(worker, "died") if rng.random() < 0.3 else ev.Tick(),
@@ -74,7 +75,7 @@ def any_fact(rng: Random, run: RunState) -> ev.Fact:
             ev.ShardSaved(member, run.version if rng.random() < 0.7 else version),
             ev.ShardSaved(member, rng.choice([each.version for each in run.saves.pending]) if run.saves.pending else version),
             ev.Saved(rng.choice([each.version for each in run.saves.pending]) if run.saves.pending else version, "digest"),
-            ev.SaveFailed(version, "store unavailable"),
+            ev.SaveFailed(version, "store unavailable", again=True, manifest=True),
             ev.StopRequested("Ctrl-C") if rng.random() < 0.02 else ev.Tick(),
             ev.Tick(),
         )

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.control.run import Running, Saves, Saving
-from elastic.control.saves import survivors
 from elastic.ids import NodeId, Version, WorkerId
-from elastic.plan.layout import LayoutRule
+from elastic.plan.layout import Layout, LayoutRule
 from elastic.plan.retention import Keep
 from elastic.protocol import events as ev
 from elastic.protocol.actions import CommitManifest, Retain, Save, Upload
@@ -81,22 +80,6 @@ def test_a_checkpoint_counts_when_its_manifest_is_durable() -> None:
     assert play.run.history.saved == (Version(5, 1),)
 
 
-def by_an_older_version(play: Play, step: int) -> str:
-    """Tells the commit of ``step`` as in journals of versions in which members uploaded their parts themselves."""
-    return play.tell(ev.StepDone(W1, 1, replace(play.commit(step), saves=None)))
-
-
-def test_a_part_may_overtake_the_report_of_its_step_in_an_older_journal() -> None:
-    """World rank 1 is quicker in saving than world rank 0 in reporting; the manifest waits for the commit."""
-    play = stepping(2, save_every=5)
-    play.steps(1, 4)
-    play.tell(ev.ShardSaved(W2, Version(5, 1)))
-    play.tell(ev.ShardSaved(W1, Version(5, 1)))
-    assert play.last.actions == ()
-    by_an_older_version(play, 5)
-    assert play.last.actions == (CommitManifest(Version(5, 1), ((1, 5),)),)
-
-
 def test_a_zombies_manifest_counts_for_nothing() -> None:
     """Version (7, 1) was abandoned; whatever is written of it later is refused."""
     play = stepping(3, layout=LayoutRule(1, None, 1, "all"), save_every=7)
@@ -121,19 +104,16 @@ def test_a_manifest_nobody_asked_for_counts_for_nothing() -> None:
     assert play.tell(ev.Saved(Version(5, 1), "digest")) == "refused: nobody asked for the manifest of step 5 of generation 1"
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_worker_that_dies_does_not_end_a_save(older: bool) -> None:
-    """Its keeper has the copy, or says that it lacks it.  In an older journal the worker wrote its part itself: the save is given up."""
+def test_a_worker_that_dies_does_not_end_a_save() -> None:
+    """Its keeper has the copy, or says that it lacks it."""
     play = stepping(2, save_every=5)
-    play.steps(1, 4)
-    by_an_older_version(play, 5) if older else play.step(5)
+    play.steps(1, 5)
     play.tell(ev.ShardSaved(W1, Version(5, 1)))
     play.lose("w2")
     play.answer("w1", Version(5, 1))
-    assert [each.version for each in play.run.saves.pending] == ([] if older else [Version(5, 1)])
-    if not older:
-        assert play.did(Upload)[0].saves[0].members == (W1, W2), "and it is told so while the next world forms"
-        assert play.save(Version(5, 1), "w2").endswith("the checkpoint of step 5 of generation 1 is in the bucket")
+    assert [each.version for each in play.run.saves.pending] == [Version(5, 1)]
+    assert play.did(Upload)[0].saves[0].members == (W1, W2), "and it is told so while the next world forms"
+    assert play.save(Version(5, 1), "w2").endswith("the checkpoint of step 5 of generation 1 is in the bucket")
 
 
 def test_a_worker_that_dies_before_its_copy_is_complete_ends_the_save() -> None:
@@ -180,7 +160,7 @@ def test_a_manifest_that_fails_is_asked_for_again_and_a_part_is_not() -> None:
     play.steps(1, 5)
     for worker in (W1, W2):
         play.tell(ev.ShardSaved(worker, Version(5, 1)))
-    reason = play.tell(ev.SaveFailed(Version(5, 1), "store unavailable"))
+    reason = play.tell(ev.SaveFailed(Version(5, 1), "store unavailable", 1, again=True, manifest=True))
     assert reason == "the manifest of step 5 of generation 1 was not written (store unavailable); again in 5 s"
     assert play.last.actions == ()
     play.step(6)
@@ -299,40 +279,26 @@ def test_a_part_that_is_gone_does_not_end_a_save_whose_manifest_may_exist(exists
     assert play.run.history.saved == ((Version(5, 1),) if exists else ()) and play.run.saves.pending == ()
 
 
-def test_a_part_that_failed_before_its_commit_was_reported_is_not_waited_for_in_an_older_journal() -> None:
-    """A writer may report its failure before world rank 0 reports the commit, and after another writer has reported its part."""
-    play = stepping(2, save_every=5, target_step=10)
-    play.steps(1, 4)
-    play.tell(ev.ShardSaved(W1, Version(5, 1)))
-    assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")) == ""
-    assert "the checkpoint of step 5 of generation 1 failed (disk full)" in by_an_older_version(play, 5)
-    assert play.tell(ev.SaveFailed(Version(5, 1), "disk full")).startswith("refused: nobody saves"), "its other writer fails too"
-    assert play.run.saves.pending == ()
-
-
 WORKERS = [WorkerId(f"w{number}") for number in range(1, 5)]
 STEPS = st.integers(1, 3)
 WORK = st.one_of(
     st.tuples(st.just("begin"), STEPS, st.sets(st.sampled_from(WORKERS), min_size=1)),
     st.tuples(st.just("report"), STEPS, st.sampled_from(WORKERS)),
-    st.tuples(st.just("lose"), st.just(0), st.sampled_from(WORKERS)),
 )
 
 
 @given(st.lists(WORK, max_size=25))
-def test_a_save_is_complete_when_all_its_writers_reported_and_gone_when_one_cannot(work: list[tuple[str, int, object]]) -> None:
+def test_a_save_is_complete_when_all_its_writers_reported(work: list[tuple[str, int, object]]) -> None:
     saves = Saves()
     missing: dict[int, set[object]] = {}
     for kind, step, what in work:
         version = Version(step, 1)
         if kind == "begin":
             assert isinstance(what, set)
-            saves, missing[step] = saves.put(Saving(version, tuple(sorted(what)))), set(what)
+            writers = tuple(sorted(what))
+            saves, missing[step] = saves.put(Saving(version, writers, (), Layout(1, len(writers)), 0.0)), set(writers)
         elif kind == "report" and (known := saves.find(version)):
             saves = saves.put(known.report(what, 0.0))
             missing[step].discard(what)
-        elif kind == "lose":
-            saves = survivors(saves, [what])
-            missing = {each: writers for each, writers in missing.items() if what not in writers}
         assert [each.version.step for each in saves.pending] == sorted(missing)
         assert {each.version.step for each in saves.pending if each.complete} == {each for each, writers in missing.items() if not writers}

@@ -269,7 +269,7 @@ CONTROL: dict[str, tuple[Breach, ...]] = {
             "a manifest that can never be written is asked for again",
             ON_ITS_WAY,
             ("widowed", 12),
-            Edit("saves", "if event.again or (event.again is None and of_manifest):", "if event.again is not False or of_manifest:"),
+            Edit("saves", "if event.again:", "if event.again or event.manifest:"),
         ),
     ),
     # The coordinator asks keepers for the copies of the dead, believes what is on the lineage, and releases what nobody needs.

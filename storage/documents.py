@@ -66,10 +66,10 @@ def seal(content: Mapping[str, Any]) -> bytes:
     return _text({**content, DIGEST: digest_of(_text(content))})
 
 
-def unseal(raw: bytes, object: str, newest_known: int) -> dict[str, Any]:
+def unseal(raw: bytes, object: str, newest_known: int, oldest_known: int = 1) -> dict[str, Any]:
     """Returns the content.  ``object`` is its name in messages; ``newest_known`` is the newest format that this code reads.
 
-    Raises :class:`Damaged`, or :class:`BadFormat` if the document is intact but of a newer release.
+    Raises :class:`Damaged`, or :class:`BadFormat` if the document is intact but of a newer release, or of one that is too old.
     """
     try:
         content = json.loads(raw)
@@ -82,6 +82,8 @@ def unseal(raw: bytes, object: str, newest_known: int) -> dict[str, Any]:
         raise Damaged(object, f"content with blake3 {found}", digest_of(_text(content)))
     if not 1 <= format <= newest_known:
         raise BadFormat(f"{object} has format {format}, but this release reads formats up to {newest_known}: install a newer release")
+    if format < oldest_known:
+        raise BadFormat(f"{object} has format {format}, and this release reads formats from {oldest_known} on: read it by an older release")
     return dict(content)
 
 

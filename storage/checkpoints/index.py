@@ -53,7 +53,7 @@ Part = tuple[str, Slice, Slice]
 
 @dataclass(frozen=True)
 class Index:
-    """``headers`` has the length and the digest of the header of each file; it is empty for a checkpoint of format 1."""
+    """``headers`` has the length and the digest of the header of each file."""
 
     groups: tuple[Group, ...]
     headers: Mapping[str, File]

@@ -1,7 +1,7 @@
 """The manifest lists what a checkpoint consists of.  A checkpoint exists once its manifest does, and not before.
 
 It names every file, the index of slices among them, with size and digest, and says where in the run's history the checkpoint stands.
-Readers accept every format that was ever released, and refuse a newer one by its number.
+Readers refuse any other format than today's by its number.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from storage.errors import Damaged
 from storage.slices import Slice, Tensor, Version
 
 FORMAT = 2
-"""The newest format.  Readers accept 1 to this one; format 1 has another index (:mod:`storage.checkpoints.old_index`)."""
 MANIFEST, INDEX, DAMAGED, DELETED = "MANIFEST.json", "index.jsonl", "DAMAGED.json", "DELETED.json"
-OLD_INDEX = ".parquet"
-"""Suffix of the index of format 1."""
 ABOUT = {"job", "layout", "cursor", "lineage", "parent", "versions", "written_at"}
 
 
@@ -53,7 +50,7 @@ class Manifest:
 
     @property
     def index(self) -> File:
-        return next(file for file in self.files if file.name.endswith((INDEX[INDEX.rindex(".") :], OLD_INDEX)))
+        return next(file for file in self.files if file.name.endswith(INDEX[INDEX.rindex(".") :]))
 
     @property
     def lineage(self) -> tuple[tuple[int, int], ...]:
@@ -84,7 +81,7 @@ class Manifest:
     @classmethod
     def from_bytes(cls, raw: bytes, object: str, version: Version) -> Manifest:
         """Returns the manifest in ``raw``.  Raises :class:`BadFormat`, or :class:`Damaged`, also if it belongs to another version."""
-        content = unseal(raw, object, FORMAT)
+        content = unseal(raw, object, FORMAT, FORMAT)
         try:
             found = Version(int(content["step"]), int(content["generation"]))
             files, about = tuple(map(File.of, content["files"])), {key: content[key] for key in sorted(content.keys() & ABOUT)}

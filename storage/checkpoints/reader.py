@@ -20,9 +20,9 @@ from blake3 import blake3
 
 from storage.background import begin
 from storage.checkpoints.cover import describe
-from storage.checkpoints.index import Index, cuts_of, grouped
-from storage.checkpoints.manifest import OLD_INDEX, Manifest, Stored
-from storage.checkpoints.shards import ITEM_BYTES, Place, check_header, places_in
+from storage.checkpoints.index import Index
+from storage.checkpoints.manifest import Manifest, Stored
+from storage.checkpoints.shards import ITEM_BYTES, Place, places_in
 from storage.documents import File, digest_of
 from storage.errors import Damaged, Incomplete, Missing, StorageError
 from storage.objects import ObjectStore
@@ -45,9 +45,6 @@ class Reader:
         self._sizes = {file.name: file.size for file in manifest.files}
         self._places: dict[str, dict[str, Place]] = {}
         """Maps each file whose header was read to the places of its slices."""
-        self._old: dict[str, list[Stored]] = defaultdict(list)
-        """The rows of each file, in order of their bytes, if the checkpoint has format 1."""
-        self._is_old = manifest.index.name.endswith(OLD_INDEX)
         self.index = self._index()
         named = {*self.index.headers, *(file for group in self.index.groups for file, _ in group.boxes)}
         for file in sorted(named - self._sizes.keys()):
@@ -57,14 +54,7 @@ class Reader:
         file = self.manifest.index
         name, raw = self.name_of(file.name), self._get(file.name, 0, file.size)
         check_digest(name, raw, file.blake3)
-        if not self._is_old:
-            return Index.from_bytes(raw, name)
-        from storage.checkpoints.old_index import from_parquet  # it imports pyarrow
-
-        for row in sorted(from_parquet(raw, name), key=place):
-            self._old[row.file].append(row)
-        cuts = ((file, cut) for file, rows in self._old.items() for cut in cuts_of((row.tensor, row.slice) for row in rows))
-        return Index(grouped(cuts), {})
+        return Index.from_bytes(raw, name)
 
     @property
     def rows(self) -> tuple[Stored, ...]:
@@ -123,23 +113,14 @@ class Reader:
         ``verify`` and every reader judge a header by this function.
         """
         name = self.name_of(file)
-        if not self._is_old:
-            check_digest(f"{name} (its header)", raw, self.index.headers[file].blake3)
-            return places_in(raw, self.index.slices_in(file), name)
-        check_header(raw, self._old[file], self.manifest.version, name)
-        return {describe(row.slice): (row.first, row.last, row.blake3) for row in self._old[file]}
-
-    def header_bytes(self, file: str) -> int:
-        """Returns the length of the header of ``file``."""
-        if not self._is_old:
-            return self.index.headers[file].size
-        return self._old[file][0].first if self._old[file] else self._sizes[file]
+        check_digest(f"{name} (its header)", raw, self.index.headers[file].blake3)
+        return places_in(raw, self.index.slices_in(file), name)
 
     def _read_headers(self, files: Iterable[str]) -> None:
         """Reads the headers of these files, unless they were read."""
 
         def read(file: str) -> dict[str, Place]:
-            return self.places_of(file, self._get(file, 0, self.header_bytes(file)))
+            return self.places_of(file, self._get(file, 0, self.index.headers[file].size))
 
         todo = sorted(set(files) - self._places.keys())
         with ThreadPoolExecutor(self.store.at_once, "headers") as pool:
@@ -262,7 +243,7 @@ def _problems_of(reader: Reader, file: File) -> list[StorageError]:
         size = reader.store.size(f"{reader.folder}/{file.name}")
         if size != file.size:
             return [Damaged(name, f"{file.size} bytes", f"{size} bytes")]
-        position = reader.header_bytes(file.name)
+        position = reader.index.headers[file.name].size
         header = reader.store.get(f"{reader.folder}/{file.name}", 0, position)
         whole.update(header)
         places = reader.places_of(file.name, header)

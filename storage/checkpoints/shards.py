@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from storage.checkpoints.cover import describe
-from storage.checkpoints.manifest import Stored
 from storage.errors import Damaged
 from storage.slices import Slice, Tensor, Version
 
@@ -71,10 +70,8 @@ def header_of(entries: Iterable[Entry], about: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def metadata_of(version: Version, digests: Iterable[str] | None = None) -> dict[str, str]:
-    """Returns the metadata of a shard of this version, with the ``digests`` of its slices in their order; format 1 has none."""
-    if digests is None:
-        return {"elastic": "1", "version": str(version)}
+def metadata_of(version: Version, digests: Iterable[str]) -> dict[str, str]:
+    """Returns the metadata of a shard of this version, with the ``digests`` of its slices in their order."""
     return {"elastic": "2", "version": str(version), "blake3": " ".join(digests)}
 
 
@@ -100,18 +97,3 @@ def places_in(raw: bytes | memoryview, slices: Iterable[tuple[Tensor, Slice]], o
     if found != {describe(part): (tensor.dtype, part.shape) for tensor, part in slices}:
         raise Damaged(object, "a header that lists what the index lists", "another header")
     return places
-
-
-def check_header(raw: bytes | memoryview, rows: Iterable[Stored], version: Version, object: str) -> None:
-    """Raises :class:`Damaged` unless ``raw``, the file up to its data, is the header of a shard of format 1 with these rows.
-
-    It compares bytes, since JSON can say the same in many ways.
-    """
-    try:
-        header = json.loads(bytes(raw[8:]))
-        metadata, order = header.pop("__metadata__"), list(header)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise Damaged(object, "a safetensors header", "something else") from None
-    entries = {entry.key: entry for entry in (entry_of(row.tensor, row.slice) for row in rows)}
-    if metadata != metadata_of(version) or entries.keys() != header.keys() or header_of([entries[key] for key in order], metadata) != raw:
-        raise Damaged(object, "a header that lists what the index lists", "another header")

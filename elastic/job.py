@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, PrivateAttr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateAttr, ValidationError, model_validator
 
 from elastic.config.agreement import disagreements, idle, without_effect
 from elastic.config.command_line import read_options
 from elastic.config.sections import (
+    OLDEST,
     BatchRamp,
     Checkpoint,
     Copies,
@@ -40,6 +41,7 @@ from elastic.config.sections import (
     Validation,
     Watch,
     Workers,
+    known_numerics,
 )
 from elastic.config.settings import Where, merge, read_toml, sentences, source_of
 from elastic.config.values import (
@@ -166,12 +168,10 @@ class Job(Part):
     """Memory, in GB, through which state in files passes, a few tensors at a time.  Where a worker has a GPU, most of it is the GPU's."""
     reproducible: Branch[Flag] = True
     """``true`` gives the same weights to the bit, whatever dies or joins.  This needs an ordered reduction and deterministic kernels."""
-    numerics: Refused[Annotated[Whole, Field(ge=1, le=NUMERICS)]] = NUMERICS
+    numerics: Refused[Annotated[Whole, Field(ge=OLDEST, le=NUMERICS), BeforeValidator(known_numerics)]] = NUMERICS
     """Number of the rules by which the bits are computed.  Leave it out: a new run begins with the newest, and each run goes on with its
-    own.  1: the first worker initialises the model on its CPU.  2: every worker initialises its part on its own device.  3: besides, the
-    loss is fused with the head, and attention on a GPU is by FlexAttention if blocks are compiled.  4: besides, in a model without
-    ``sharding()`` whose layers are lists or dictionaries of modules, the modules in them are the blocks.  5: besides, an update leaves
-    alone what no microbatch of the step gave a gradient, as those of ``torch.optim`` do: it does not decay, and its moments stay.
+    own.  5 differs from 4 in what no microbatch of a step gave a gradient: its update leaves that alone, as those of ``torch.optim`` do,
+    so that it does not decay, and its moments stay.
     """
     trial: Free[Flag] = True
     """``true`` lets a new run compare the engine with plain torch before its first step: on the model, the loss and the first two

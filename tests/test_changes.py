@@ -50,7 +50,7 @@ OTHER: dict[str, Any] = {
     "offload_folder": "/other/disk",
     "offload_buffer_gb": 2.0,
     "reproducible": False,
-    "numerics": 1,
+    "numerics": 4,
     "on_driver_exit": "detach",
     "log_every": 9,
     "profile": "5-7",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic.config.sections import KERNELS_SINCE
 from elastic.plan.mixture import MOST_TURNS, shares
 
 if TYPE_CHECKING:
@@ -182,8 +181,6 @@ def _attention(job: Job) -> Iterator[str]:
         return
     if job.precision == "fp32":
         yield "attention = 'flash-4' is for 16 bits, and precision = 'fp32'; set it to 'bf16', or attention to 'auto'"
-    if job.numerics < KERNELS_SINCE:
-        yield f"attention = 'flash-4' is not in numerics = {job.numerics}; set attention to 'auto', or begin a new run without numerics"
 
 
 def _spikes(job: Job) -> Iterator[str]:

@@ -27,14 +27,21 @@ from elastic.config.values import (
     interface_name,
 )
 
-KERNELS_SINCE = 3
-"""The first ``numerics`` with a fused loss, and with other kernels of attention than torch's."""
-PARTS_SINCE = 4
-"""The first ``numerics`` in which the parts of a container are blocks, and not the container itself, on which no rule of blocks acts."""
+OLDEST = 4
+"""The oldest ``numerics`` by whose rules this version computes."""
 UNUSED_SINCE = 5
 """The first ``numerics`` in which an update leaves a parameter alone that no microbatch of the step gave a gradient."""
 TOKENS = "elastic.data.tokens:TokenDataset"
 """The dataset of most jobs: tokens that `elastic data prepare` wrote."""
+
+
+def known_numerics(value: object) -> object:
+    """Refuses the number of a run that is older than the rules of this version, or that has none, which stands for 1."""
+    if type(value) is int and 1 <= value < OLDEST:
+        raise ValueError(
+            "is of a run that a version of Elastic before 2026-11-27 began; go on with that version, or leave numerics out for a new run"
+        )
+    return value
 
 
 class Part(BaseModel):

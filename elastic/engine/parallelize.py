@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from elastic.config.sections import KERNELS_SINCE
 from elastic.engine.activations import apply_activations
 from elastic.engine.axes.base import Parameters
 from elastic.engine.axes.gathers import COLLECTIVES
@@ -99,8 +98,6 @@ def parallelize(
 
 def apply_kernels(model: nn.Module, device: torch.device, job: Job) -> None:
     """Sets how ``model`` attends and computes its loss, if it lets the engine choose (as :class:`elastic.models.llama.Llama` does)."""
-    if job.numerics < KERNELS_SINCE:
-        return
     flex = Kernel.FLEX if job.compile and device.type == "cuda" and not has_dropout(model) else Kernel.TORCH
     plain = flex if job.reproducible else Kernel.TORCH
     if job.attention == "flash-4" and device.type == "cuda":
@@ -135,8 +132,8 @@ def sharding_table(model: nn.Module) -> ShardingTable:
     """Returns the model's own table.  If it has none, the blocks are the children of its largest ModuleList.
 
     A block is a module that is called: what acts on a block goes round its ``forward``.  A container is none, such as a ModuleList of the
-    parts of a layer; in the place of one that a list holds, its children are blocks, unless ``model.whole_containers`` says that a run of
-    earlier ``numerics`` goes on with its own.  Raises :class:`ModelError` for one in the own table.
+    parts of a layer; in the place of one that a list holds, its children are blocks.  Raises :class:`ModelError` for one in the own
+    table.
     """
     own: Callable[[], ShardingTable] | None = getattr(model, "sharding", None)
     if own is not None:
@@ -152,8 +149,6 @@ def sharding_table(model: nn.Module) -> ShardingTable:
     if not lists:
         return ShardingTable(blocks=())
     name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    if getattr(model, "whole_containers", False):
-        return ShardingTable(blocks=tuple(f"{name}.{number}" for number in range(len(largest))))
     return ShardingTable(blocks=tuple(_called(name, largest)))
 
 

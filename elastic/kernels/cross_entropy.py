@@ -15,7 +15,7 @@ from torch import Tensor
 from elastic.kernels.once import once
 
 CHUNK = 2048
-"""Number of tokens of a chunk, for ``numerics`` 3."""
+"""Number of tokens of a chunk."""
 ONCE = (
     "the loss that is fused with the head has no second derivative, as of torch.autograd.grad(…, create_graph=True); "
     "call the model without targets, and compute the loss from its logits"

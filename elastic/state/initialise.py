@@ -3,8 +3,6 @@
 All members run the same code from the same seed on devices of one kind, so they get the same bits, and nothing travels but a few numbers by
 which they check that.  It takes as long as it takes: the coordinator sees that a member still gets further, and ``deadlines.form_s`` begins
 anew each time.  A member that is lost meanwhile ends the world, and the next one initialises again, in its own layout, to the same bits.
-
-A run of ``numerics`` 1 is initialised as releases before did it: world rank 0 builds the whole model on its CPU and broadcasts it.
 """
 
 from __future__ import annotations
@@ -42,9 +40,6 @@ def initialise(state: State, builder: Builder, counters: Counters, hook: Callabl
         if tensor.kind not in ("parameter", *BUFFERS) and (value := state.shard.values.get((tensor.kind, tensor.name))) is not None:
             value.zero_()
             state.shard.let_go((tensor.kind, tensor.name))
-    if state.job.numerics == 1:
-        print("numerics = 1: world rank 0 initialises the whole model on its CPU, within deadlines.form_s", flush=True)
-        return from_first(state, builder, hook)
     differing = _by_itself(state, builder, counters, hook, leave_if_over)
     if not differing:
         return

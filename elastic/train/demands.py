@@ -60,16 +60,11 @@ def hosting(job: Job, tensors: Sequence[Tensor]) -> list[str]:
 
 def initialising(job: Job, model: nn.Module) -> list[str]:
     """Returns a sentence about an initialisation on the CPU that takes long."""
-    sizes = [(each.numel(), each.nbytes) for each in (*model.parameters(), *model.buffers())]
-    numbers, whole, largest = (sum(n for n, _ in sizes), sum(size for _, size in sizes), max((size for _, size in sizes), default=0))
-    alone, form_s = job.numerics == 1, job.deadlines.form_s
-    takes_s = DRAWS * numbers * _draw_s() if alone or not job.workers.gpus else 0.0
+    tensors = [*model.parameters(), *model.buffers()]
+    numbers, largest = sum(each.numel() for each in tensors), max((each.nbytes for each in tensors), default=0)
+    takes_s = DRAWS * numbers * _draw_s() if not job.workers.gpus else 0.0
     if takes_s < TELLING_S:
         return []
-    if alone:
-        longer = f"; deadlines.form_s = {form_s:g} must be longer" if takes_s > form_s / 2 else ""
-        took = f"about {takes_s:.0f} s, in {amount(whole)} of memory{longer}"
-        return [f"numerics = 1: the first worker initialises the whole model on its CPU: {took}"]
     there = f"{amount(RESIDENT + 2 * largest)} of memory beside its part"
     return [f"every worker initialises the model by itself on its CPU: about {takes_s:.0f} s before the first step, and up to {there}"]
 

@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from elastic.config.sections import PARTS_SINCE
 from elastic.config.values import without_secrets
 from elastic.engine import paged
 from elastic.engine.axes.base import shape_of
@@ -105,7 +104,6 @@ def build_model(job: Job, builder: Builder) -> nn.Module:
         usual = torch.empty_like(parameter, memory_format=torch.contiguous_format)
         if parameter.stride() != usual.stride():  # parts of it have these, and kernels rely on one order in memory
             parameter.data = usual.data
-    by_the_rules_of(model, job)
     return model
 
 
@@ -130,11 +128,6 @@ def _check_parameters(job: Job, model: nn.Module) -> None:
             f"{names[0]!r} and {names[1]!r} of {job.model!r} are two tensors in the same memory, and one of them would lose it; make them "
             f"one parameter, as self.head.weight = self.embed.weight does"
         )
-
-
-def by_the_rules_of(model: Any, job: Job) -> None:
-    """Lets ``model`` have the blocks that the ``numerics`` of ``job`` ask for."""
-    model.whole_containers = job.numerics < PARTS_SINCE
 
 
 def _fix_of(error: Exception) -> str:

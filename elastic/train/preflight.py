@@ -48,7 +48,7 @@ from elastic.train import demands
 from elastic.train.counters import Counters
 from elastic.train.errands import check_samples
 from elastic.train.estimate import unnamed_policy
-from elastic.train.model import AS_IT_IS_THERE, begun_anew, build_model, builder_of, by_the_rules_of, bytes_of, misfit, tensors_of
+from elastic.train.model import AS_IT_IS_THERE, begun_anew, build_model, builder_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session, unlike_held_out
 from elastic.train.step import Session, by_next_token
 from storage.checkpoints.reader import Reader
@@ -107,7 +107,6 @@ def preflight(
     run = (run or Run.find(job)).agree(job, branch=branch or None)
     data.check(run, build.data, int(build.samples))
     job = run.job
-    by_the_rules_of(model, job)
     notes = [*harmed.notes(run), *leaked, *of_rows, *unread]
     notes += [*_of_its_structure(model), *_without_blocks(job, model), *_not_in_fp8(job, model)]
     if job.parallel.bucket_elements != "block":

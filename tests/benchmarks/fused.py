@@ -3,7 +3,7 @@
     python -m tests.benchmarks.fused                     # on a GPU
     python -m tests.benchmarks.fused --size tiny         # a rehearsal, on a CPU if there is no GPU
 
-The loss is fused by ``elastic/kernels/cross_entropy.py``; ``numerics = 2`` has the plain one.  RMSNorm, SwiGLU and a whole block are fused
+The loss is fused by ``elastic/kernels/cross_entropy.py``.  RMSNorm, SwiGLU and a whole block are fused
 by torch's compiler; ``compile = false`` has the plain ones.  Each pair runs by turns, so that a change of the clock meets both.
 """
 

@@ -1,10 +1,9 @@
-"""Measures how long a new run takes from the start of its process to its first step, on one GPU, before and after.
+"""Measures how long a new run takes from the start of its process to its first step, on one GPU.
 
-    python -m tests.benchmarks.gpu_init [--layers 28] [--seq 2048] [--numerics 1 2]
+    python -m tests.benchmarks.gpu_init [--layers 28] [--seq 2048]
 
 The model is a Llama of 3.2 B parameters (fewer with fewer layers), trained in bfloat16 with float32 weights and moments: about 52 GB.
-Each row is one process, which trains as ``--local`` does and ends after its first step.  ``numerics`` 1 is the initialisation of earlier
-releases (one thread of the CPU, then copied), 2 is that of today, on the GPU.  ``init_s`` is the time in which memory gets its values.
+The process trains as ``--local`` does and ends after its first step.  ``init_s`` is the time in which memory gets its values.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 280
 
 
-def child(folder: str, numerics: int, layers: int, seq: int, began: float) -> None:
+def child(folder: str, layers: int, seq: int, began: float) -> None:
     """Trains one step in this process, prints the row, and ends the process."""
     import torch
 
@@ -47,7 +46,6 @@ def child(folder: str, numerics: int, layers: int, seq: int, began: float) -> No
         if isinstance(line, StepLine):
             row = {
                 "gpu": torch.cuda.get_device_name(),
-                "numerics": numerics,
                 "layers": layers,
                 "first_step_s": round(time.time() - began, 2),
                 "init_s": round(init_s[0], 2),
@@ -57,9 +55,8 @@ def child(folder: str, numerics: int, layers: int, seq: int, began: float) -> No
             os._exit(0)
 
     job = Job(
-        name=f"init-{numerics}",
+        name="init",
         bucket=f"{folder}/bucket",
-        numerics=numerics,
         model_args={"vocab": 128256, "dim": 3072, "layers": layers, "heads": 24, "kv_heads": 8, "hidden": 8192},
         steps=2,
         global_batch=1,
@@ -73,7 +70,6 @@ def child(folder: str, numerics: int, layers: int, seq: int, began: float) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--numerics", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--seq", type=int, default=2048)
     known = parser.parse_args()
@@ -81,12 +77,11 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         parser.error("it needs a GPU")
-    for numerics in known.numerics:
-        with TemporaryDirectory() as folder:
-            call = f"import tests.benchmarks.gpu_init as b; b.child({folder!r}, {numerics}, {known.layers}, {known.seq}, {time.time()!r})"
-            done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, timeout=LIMIT_S, check=False)
-            if done.returncode:
-                raise SystemExit(f"numerics {numerics} failed")
+    with TemporaryDirectory() as folder:
+        call = f"import tests.benchmarks.gpu_init as b; b.child({folder!r}, {known.layers}, {known.seq}, {time.time()!r})"
+        done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, timeout=LIMIT_S, check=False)
+        if done.returncode:
+            raise SystemExit("it failed")
 
 
 if __name__ == "__main__":

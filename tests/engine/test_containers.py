@@ -82,15 +82,6 @@ def test_what_is_called_in_a_container_is_a_block() -> None:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("number", [1, 3, 4])
-def test_a_run_goes_on_with_the_blocks_that_it_had(tmp_path: Path, number: int) -> None:
-    """A container was a block before ``numerics`` 4, so nothing in it was compiled or recomputed: it would go on with other bits."""
-    blocks = ("layers.0", "layers.1") if number < 4 else ("layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1")
-    job = job_of(tmp_path, model_args={"layers": 2}, numerics=number)
-    assert sharding_table(build_model(job, builder_of(job))).blocks == blocks
-
-
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_policies_act_on_containers(kind: str) -> None:
     """They keep fewer bytes, from live storages, and the gradients have the same bits.  With int8 they do not: the policy is there."""

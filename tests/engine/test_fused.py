@@ -1,4 +1,4 @@
-"""F7: fused operations compute what the plain ones do, and a job chooses: the loss by ``numerics``, all else by ``compile``."""
+"""F7: fused operations compute what the plain ones do, the loss always, and all else in jobs that ``compile``."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def losses(job: Job, steps: int = 3) -> tuple[list[float], int]:
     return found, len(calls)
 
 
-def test_f7_a_job_chooses_a_fused_loss_by_its_numerics(tmp_path: Path) -> None:
-    """F7: ``numerics = 3`` fuses the loss of each microbatch and ``numerics = 2`` none, to the same losses.  The control: another seed."""
-    jobs = [
-        small_job(tmp_path, model_args=SMALL, global_batch=4, numerics=numerics, seed=seed) for numerics, seed in ((3, 0), (2, 0), (3, 1))
-    ]
-    (fused, many), (plain, none), (other, _) = map(losses, jobs)
+def test_f7_the_loss_of_each_microbatch_is_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F7: to the losses that are not fused, as where they are scaled.  The control: another seed."""
+    job = small_job(tmp_path, model_args=SMALL, global_batch=4)
+    (fused, many), (other, _) = losses(job), losses(job.replace(seed=1))
+    monkeypatch.setattr("elastic.engine.parallelize.is_scaled", lambda job: True)
+    plain, none = losses(job)
     assert (many, none) == (3 * 2, 0)
     assert fused == pytest.approx(plain, rel=1e-5)
     assert other != pytest.approx(plain, rel=1e-5)

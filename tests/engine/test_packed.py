@@ -67,7 +67,7 @@ def test_the_job_chooses_flex_attention(build: Any, tmp_path: Path) -> None:
 
     assert chosen() == (Kernel.FLEX, Kernel.FLEX)
     assert chosen(reproducible=False) == (Kernel.TORCH, Kernel.FLEX)
-    for settings in ({"device": "cpu"}, {"dropout": 0.1}, {"compile": False}, {"numerics": 2}):
+    for settings in ({"device": "cpu"}, {"dropout": 0.1}, {"compile": False}):
         assert chosen(**settings) == (Kernel.TORCH, Kernel.TORCH)
     flash = {"attention": "flash-4", "precision": "bf16", "workers": {"gpus": 1}}
     assert chosen(**flash) == chosen(reproducible=False, **flash) == (Kernel.FLASH_4, Kernel.FLEX)

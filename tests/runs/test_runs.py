@@ -178,19 +178,25 @@ def test_another_job_is_told_why_it_cannot_go_on() -> None:
 
 
 def test_a_run_goes_on_with_its_own_numerics() -> None:
-    """A run of an earlier release has number 1, which its ``job.json`` does not say; a number that the user names must be the run's."""
+    """A number that the user names must be the run's.  A run of an older version is refused, also if its ``job.json`` names no number."""
     old = Job(name="old", bucket=a_run().job.bucket)
     new = Run.open(old.replace(name="new"))
     assert new.job.numerics == NUMERICS and json.loads(new.store.get("new/job.json"))["job"]["numerics"] == NUMERICS
     about = json.loads(new.store.get("new/job.json"))
+    about["job"]["numerics"] = 4
+    new.store.put("old/job.json", json.dumps(about).encode())
+    for job in (old, old.replace(steps=old.steps), old.replace(numerics=4)):
+        assert (Run.open(job).job.numerics, Run.open(Run.open(job).job).job.numerics) == (4, 4)
+    assert Run.open(old).job.digest == old.replace(numerics=4).digest != old.digest
+    with pytest.raises(JobError, match=r"\(numerics = 4 there and 5 here\); the state of that run does not fit another value of numerics"):
+        Run.open(old.replace(numerics=5))
     del about["job"]["numerics"]
     new.store.put("old/job.json", json.dumps(about).encode())
-    for job in (old, old.replace(steps=old.steps), old.replace(numerics=1)):
-        assert (Run.open(job).job.numerics, Run.open(Run.open(job).job).job.numerics) == (1, 1)
-    assert Run.open(old).job.digest == old.replace(numerics=1).digest != old.digest
-    with pytest.raises(JobError, match=r"\(numerics = 1 there and 2 here\); the state of that run does not fit another value of numerics"):
-        Run.open(old.replace(numerics=2))
-    assert Job.from_json(json.dumps(about["job"])).numerics == 1
+    for look in (Run.open, Run.look, Run.find):
+        with pytest.raises(
+            JobError, match="numerics = 1 is of a run that a version of Elastic before 2026-11-27 began; go on with that version"
+        ):
+            look(old)
 
 
 def test_a_run_goes_on_with_its_own_recompute() -> None:

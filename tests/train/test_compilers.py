@@ -34,7 +34,7 @@ def test_the_key_tells_apart_what_cannot_share_code(tmp_path: Path, cpu: Callabl
     cpu("processor\t: 0\nmodel name\t: A\nflags\t\t: avx2 avx512f\ncpu MHz\t\t: 3000\n\nprocessor\t: 1\n")
     same.append(key_of(job, CODE, KIND))
     assert len(set(same)) == 1 and len(same[0]) == 32
-    changes = ({"precision": "bf16"}, {"microbatch": 4}, {"model_args": {"vocab": 29, "dim": 64}}, {"recompute": "block"}, {"numerics": 2})
+    changes = ({"precision": "bf16"}, {"microbatch": 4}, {"model_args": {"vocab": 29, "dim": 64}}, {"recompute": "block"}, {"numerics": 4})
     others = [key_of(job.replace(**change), CODE, KIND) for change in changes]
     others += [key_of(job, "mine 999999999999", KIND), key_of(job, CODE, "NVIDIA H200, torch 2, 1 threads")]
     for text in ("model name\t: B\nflags\t\t: avx2 avx512f\n", "model name\t: A\nflags\t\t: avx2\n"):

@@ -129,8 +129,6 @@ def test_the_cost_of_an_initialisation_on_the_cpu_is_told(tmp_path: Path, prepar
     (sentence,) = told()
     seconds = int(re.findall(r"about (\d+) s before the first step, and up to 738 MB of memory beside its part", sentence)[0])
     assert 20 < seconds < 4000
-    (alone,) = told(numerics=1)
-    assert "numerics = 1: the first worker" in alone and "in 27.9 GB" in alone
     assert told(workers={"gpus": 1}) == told(model_args={"vocab": 257, "dim": 16, "layers": 1, "heads": 2}) == []
 
 
@@ -143,7 +141,7 @@ def test_slow_attention_within_documents_is_told(tmp_path: Path, prepared: Path)
         job = job_on(tmp_path, "", **{"data": data, "model_args": small | {"dropout": dropout}, "workers": {"gpus": 1}} | settings)
         return any(note.startswith("data.args.documents = true: without FlexAttention") for note in preflight(job).notes)
 
-    assert told() and told(compile=True, dropout=0.1) and told(compile=True, numerics=2)
+    assert told() and told(compile=True, dropout=0.1)
     assert not told(documents=False) and not told(compile=True) and not told(workers={"gpus": 0})
     assert not told(compile=True, reproducible=False)
 
@@ -173,7 +171,6 @@ def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, 
         ({"model_args": small | {"dropout": 0.1}}, "it has no dropout, and the model has some; or set attention to 'auto'"),
         ({"workers": {"gpus": 0}}, "it is for GPUs, and workers.gpus = 0; set it to 1; or set attention to 'auto'"),
         ({"precision": "fp32"}, "precision = 'fp32'; set it to 'bf16', or attention to 'auto'"),
-        ({"numerics": 2}, "is not in numerics = 2"),
         (
             {"documents": True, "model_args": small | {"dropout": 0.1}, "workers": {"gpus": 0}},
             "workers.gpus = 0; set it to 1; it has no dropout, and the model has some; it does not keep documents apart, and data.args",
@@ -181,8 +178,8 @@ def test_the_kernel_of_attention_is_told_and_must_fit_the_model(tmp_path: Path, 
     ]:
         with pytest.raises(JobError, match=re.escape(said)):
             told(**flash, **wrong)
-    with pytest.raises(JobError, match=r"(?s)precision = 'fp32'; set it to 'bf16'.*is not in numerics = 2"):
-        job(**flash, precision="fp32", numerics=2)
+    with pytest.raises(JobError, match=r"(?s)numerics = 3 is of a run that a version of Elastic before 2026-11-27 began"):
+        job(numerics=3)
 
 
 # ---- a run is bound to its samples, not to their place

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateAttr, ValidationError, model_validator
 
-from elastic.config.agreement import disagreements, idle, without_effect
+from elastic.config.agreement import disagreements, idle
 from elastic.config.command_line import read_options
 from elastic.config.sections import (
     OLDEST,
@@ -239,7 +239,7 @@ class Job(Part):
     @classmethod
     def from_json(cls, text: str) -> Job:
         """Returns the job that :meth:`to_json` wrote.  Raises :class:`JobError` if its settings are no longer valid."""
-        return cls(**BEFORE | without_effect(json.loads(text)))
+        return cls(**BEFORE | json.loads(text))
 
     def replace(self, **settings: Any) -> Job:
         """Returns the job with other values for some of its settings, checked again.  A setting that was left out stays so."""
@@ -270,10 +270,9 @@ class Job(Part):
     def begun_as(self, stored: dict[str, Any]) -> Job:
         """Returns the job of a run's ``job.json`` as this code reads it.
 
-        Free settings of the top level, and sections that have only free ones, are left out: their stored values may be invalid by now.  So
-        are those that have no effect, which this code refuses.
+        Free settings of the top level, and sections that have only free ones, are left out: their stored values may be invalid by now.
         """
-        theirs = {name: value for name, value in (BEFORE | without_effect(stored)).items() if _NOT_THE_TRAJECTORY.get(name) is not True}
+        theirs = {name: value for name, value in (BEFORE | stored).items() if _NOT_THE_TRAJECTORY.get(name) is not True}
         return Job(**theirs, name=self.name, bucket=self.bucket)
 
     def with_free_of(self, other: Job) -> Job:

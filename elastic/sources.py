@@ -45,8 +45,6 @@ class Sources:
 
     files: Mapping[str, tuple[str, str]]
     python: str = field(default_factory=_python)
-    held_out: bool = False
-    """True if files of the held-out data may be among them, as in the documents of older releases."""
 
     def differ(self, then: Sources) -> list[str]:
         """Returns what is different from ``then``, as ``pkg/model.py (changed)``, in order."""
@@ -56,19 +54,13 @@ class Sources:
             if theirs is None:
                 found.append(f"{name} (new)")
             elif ours is None:
-                found += [] if then.held_out and _may_be_held_out(name, *theirs) else [f"{name} (gone)"]
+                found.append(f"{name} (gone)")
             elif ours[0] != theirs[0] and (self.python != then.python or ours[1] != theirs[1]):
                 found.append(f"{name} (changed)")
         return found
 
 
-def _may_be_held_out(name: str, raw: str, tree: str) -> bool:
-    """Returns whether a file on which the weights do not depend any more was perhaps never more than a file of the held-out data.
-
-    It was none if it is not there any more.  If it is there, and was more, then the file or the setting that named it has changed, which is
-    told.  That holds for an object, too, whose two digests are one.
-    """
-    return raw == tree or _users(name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")) is not None
+# ---- the files
 
 
 def sources_of(paths: Sequence[str]) -> Sources:

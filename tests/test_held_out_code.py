@@ -11,15 +11,12 @@ import pytest
 from actors.cli import main
 from actors.launch import launch
 from elastic.errors import JobError
-from elastic.job import Job
 from elastic.runs import asked
 from elastic.runs.code import noted
 from elastic.runs.metrics import rows_of
 from elastic.runs.resume import best_of
 from elastic.runs.run import Run
-from elastic.sources import Sources, sources_of
 from elastic.train.revisit import evaluate_here, rerun_here
-from storage.documents import seal
 from tests import test_sources
 from tests.support.chaos import exported_hash
 from tests.support.job_file import to_toml
@@ -47,28 +44,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def older(job: Job, number: int = 1) -> None:
-    """Writes a document about the code as older releases did, with the files of the held-out data among the others."""
-    run = Run.find(job)
-    document = vars(noted(run.store, job.name)[number - 1])
-    assert "mine/held_out.py" not in document["files"]
-    files = {name: list(digests) for name, digests in sources_of(job.code()).files.items()}
-    assert "mine/held_out.py" in files
-    run.store.put(f"{job.name}/code/{number:06d}.json", seal({k: v for k, v in document.items() if k != "held_out"} | {"files": files}))
-
-
-@pytest.mark.parametrize("release", ["this", "older"])
-def test_l10_held_out_data_in_a_file_of_their_own_lock_nobody_out(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], release: str
-) -> None:
+def test_l10_held_out_data_in_a_file_of_their_own_lock_nobody_out(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """L10: nothing has changed, and `evaluate`, `rerun` and `owed --pay` find what the run has recorded, to the bit.
 
     The control: a file on which the weights depend has changed.
     """
     job = job_of(tmp_path, validation=VALIDATION)
     trained(job)
-    if release == "older":
-        older(job)
     run, path = Run.find(job), tmp_path / "job.toml"
     told = {int(row["step"]): row for row in rows_of(run)}
     assert rerun_here(job, 4).now.loss == told[4]["loss"]
@@ -87,8 +69,8 @@ def test_l10_held_out_data_in_a_file_of_their_own_lock_nobody_out(
     assert (best := best_of(run)) is not None and best.loss == min(told[step]["validation_loss"] for step in (3, 6))
 
 
-@pytest.mark.parametrize(("release", "now"), [("this", "gone"), ("older", "gone"), ("older", "changed"), ("this", "another")])
-def test_l10_the_code_of_held_out_data_is_free(folder: Path, tmp_path: Path, release: str, now: str) -> None:
+@pytest.mark.parametrize("now", ["gone", "changed", "another"])
+def test_l10_the_code_of_held_out_data_is_free(folder: Path, tmp_path: Path, now: str) -> None:
     """L10: a run and its fork go on without a word, with the weights of one that never validated.
 
     The control: a file on which the weights depend has changed, and only that is named.
@@ -96,8 +78,6 @@ def test_l10_the_code_of_held_out_data_is_free(folder: Path, tmp_path: Path, rel
     trained(whole := job_of(tmp_path / "whole"))
     job = job_of(tmp_path, validation=VALIDATION)
     trained(job, stop=3)
-    if release == "older":
-        older(job)
     if now == "changed":
         edit(folder / "mine/held_out.py", "1000", "2000")
     if now == "another":
@@ -114,30 +94,3 @@ def test_l10_the_code_of_held_out_data_is_free(folder: Path, tmp_path: Path, rel
     assert not [text for text in trained(job) if text.startswith("code ")]
     assert exported_hash(job) == exported_hash(fork) == exported_hash(whole)
     assert len(noted(Run.find(job).store, "run")) == 1
-
-
-def test_l10_of_what_an_older_release_noted_a_file_that_is_gone_is_still_told(folder: Path, tmp_path: Path) -> None:
-    """L10: an import may be optional, so that only the missing file tells of it.  The control: it is there, and is held out."""
-    (folder / "mine/optional.py").write_text("x = 1\n")
-    optional = "from torch import nn\ntry:\n    from . import optional\nexcept ImportError:\n    pass"
-    edit(folder / "mine/model.py", "from torch import nn", optional)
-    job = job_of(tmp_path, validation=VALIDATION)
-    trained(job, stop=3)
-    older(job)
-    text = (folder / "mine/optional.py").read_text()
-    (folder / "mine/optional.py").unlink()
-    test_sources.forget()
-    with pytest.raises(JobError, match=r"has changed since step 3: mine/optional\.py \(gone\); undo"):
-        trained(job.replace(validation={}))
-    (folder / "mine/optional.py").write_text(text)
-    test_sources.forget()
-    trained(job.replace(validation={}))
-
-
-@pytest.mark.fast
-def test_l10_an_object_of_held_out_data_is_free_too() -> None:
-    """L10: a notebook goes on with what an older release noted.  The control: another object, and one that this release noted."""
-    same, kept = {"object:build": ("1", "1")}, {"object:Kept": ("2", "2"), "__main__.offset": ("3", "3")}
-    assert Sources(same).differ(Sources(same | kept, held_out=True)) == []
-    assert Sources({"object:build": ("9", "9")}).differ(Sources(same | kept, held_out=True)) == ["object:build (changed)"]
-    assert Sources(same).differ(Sources(same | kept)) == ["__main__.offset (gone)", "object:Kept (gone)"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from elastic.plan.mixture import MOST_TURNS, shares
 
@@ -329,17 +329,6 @@ def idle(job: Job) -> Iterator[str]:
             f"optim.average = {job.optim.average:g} with validation.every = {job.validation.every}: the run validates its weights, "
             f"not their average, and so the best one is found; `elastic evaluate --average` measures the average"
         )
-
-
-def without_effect(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a stored job, without those that have no effect on a run and that older releases accepted."""
-    found = dict(stored)
-    optim, schedule = found.get("optim", {}), found.get("schedule", {})
-    if optim.get("kind", "adamw") in _OF_OPTIMIZERS:
-        found["optim"] = {name: value for name, value in optim.items() if name != "args"}
-    if schedule.get("kind") in LEVEL:
-        found["schedule"] = {name: value for name, value in schedule.items() if name != "final"}
-    return found
 
 
 def _deadlines(deadlines: Deadlines) -> Iterator[str]:

@@ -30,12 +30,12 @@ class Code(Since):
 
     changed: list[str]
     python: str
-    held_out: bool = True
+    held_out: bool = False  # an older release could have noted the files of held-out data, too
     files: Mapping[str, tuple[str, str]]
 
     @property
     def sources(self) -> Sources:
-        return Sources({file: (raw, tree) for file, (raw, tree) in self.files.items()}, self.python, self.held_out)
+        return Sources({file: (raw, tree) for file, (raw, tree) in self.files.items()}, self.python)
 
 
 def noted(store: ObjectStore, name: str) -> list[Code]:
@@ -86,7 +86,6 @@ def begin(store: ObjectStore, name: str, now: Sources, version: Version, at: flo
         until=until,
         changed=differs,
         python=now.python,
-        held_out=now.held_out,
         files=dict(now.files),
     )
     try:

@@ -114,23 +114,9 @@ def _with_late(store: ObjectStore, run: str, rows: Iterable[Row]) -> Iterator[Ro
         yield row
 
 
-def validations(run: Run, lineage: Lineage, *, older: bool = True) -> dict[Version, Loss]:
-    """Returns the loss of each stored validation of ``lineage``.  Reads no rows but those that an older release has stored, if ``older``.
-
-    That one wrote no objects for validations, so what is missing are the validations before the first object, where any was due.
-    """
-    store, name, job = run.store, run.job.name, jobs(run)
-    found = {version: loss for version, (_, loss) in told.stored(store, name).items() if contains(lineage, version)}
-    first = min((version.step for version in found), default=None)
-    begun = run.branches.job().get("validation", {}).get("every", 0) if older else 0  # a run that was found left it out
-    for place in places(store, name) if older else ():
-        asked = job(Version(place.step, place.generation))
-        every = asked.validation.every or begun
-        if (first is None or place.step < first) and every and min(every, asked.steps) <= place.step:
-            for row in _rows_in(store, name, place):
-                if "validation_loss" in row and contains(lineage, version_of(row)):
-                    found.setdefault(version_of(row), told.loss_in(row))
-    return found
+def validations(run: Run, lineage: Lineage) -> dict[Version, Loss]:
+    """Returns the loss of each stored validation of ``lineage``."""
+    return {version: loss for version, (_, loss) in told.stored(run.store, run.job.name).items() if contains(lineage, version)}
 
 
 def jobs(run: Run) -> Callable[[Version], Job]:

@@ -209,7 +209,7 @@ def rewind(run: Run, now: float, version: Version, incarnation: int = 0, word: s
 def best_of(run: Run) -> Best | None:
     """Returns the best validated version of the surviving lineage, whether it was saved or not; None without any."""
     history = run.standing(0, 0.0).history
-    found = metrics.validations(run, history.lineage, older=history.best is None)
+    found = metrics.validations(run, history.lineage)
     for score in filter(None, (history.best, history.validated)):
         found[score.version] = Loss(score.found.mean, number_of(score.held_out))
     return best(found)
@@ -217,7 +217,7 @@ def best_of(run: Run) -> Best | None:
 
 def measured(run: Run, line: Lineage, held_out: str) -> dict[Version, Loss]:
     """Returns the validations of the lineage ``line`` on these held-out samples, if ``validation.patience`` asks how good they were."""
-    found = metrics.validations(run, line, older=False) if run.job.validation.patience else {}
+    found = metrics.validations(run, line) if run.job.validation.patience else {}
     return {version: loss for version, loss in found.items() if loss.data in (0, number_of(held_out))}
 
 

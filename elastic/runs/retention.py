@@ -54,7 +54,7 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: fl
     good = {each.version for each in listed if each.good and lineage.contains(asked.lineage, each.version)}
     newest = max(asked.saved, default=None)
     there = [version for version in good if newest is None or version <= newest]
-    found = metrics.validations(run, asked.lineage, older=False) if keep.best else {}  # the coordinator may not know the best one yet
+    found = metrics.validations(run, asked.lineage) if keep.best else {}  # the coordinator may not know the best one yet
     told, other = best(found), found.keys() - comparable(found).keys()
     kept_best = asked.best if told is None or asked.best not in other else told.version
     kept = reasons(there, keep, kept_best, branched, young(there, written(listed), keep, now))

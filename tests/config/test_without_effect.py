@@ -1,21 +1,14 @@
-"""A setting that would have no effect is refused, or told as a note if what it belongs to is only turned off; older runs go on."""
+"""A setting that would have no effect is refused, or told as a note if what it belongs to is only turned off."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors.launch import launch
 from elastic.config.settings import leaves
 from elastic.errors import JobError
 from elastic.job import Job
-from elastic.report.story import Line, StepLine
-from elastic.runs.run import Run
-from tests.support.chaos import exported_hash
 from tests.support.toys import toy_job
 
 OWN = "tests.engine.test_own_optimizer:MOMENTUM"
@@ -101,30 +94,3 @@ def test_it_is_told_of_which_weights_a_validation_is() -> None:
     (said,) = toy_job("/b", **both, **average, **every).warnings()
     assert "the run validates its weights, not their average" in said and "`elastic evaluate --average`" in said
     assert toy_job("/b", **both, **average).warnings() == toy_job("/b", **both, **every).warnings() == []
-
-
-def test_a_run_of_an_older_release_with_such_settings_goes_on(tmp_path: Path) -> None:
-    """Its ``job.json`` has what that release accepted.  The judge is the run as it was before, in weights; the run goes on by the job
-    without these settings, and is no branch.  The control: a difference in another setting is refused, as that alone.
-    """
-    job = toy_job(tmp_path, steps=4, schedule={"kind": "constant"}, checkpoint={"save_every": 2})
-    launch(job, local=True)
-    whole, path = exported_hash(job), tmp_path / job.name / "job.json"
-    newest = Run.open(job).newest()
-    (last,) = [each for each in (tmp_path / job.name / "steps").iterdir() if newest is not None and str(newest.step) in each.name]
-    document = json.loads(path.read_text())
-    stored = document["job"]
-    stored["optim"]["args"], stored["schedule"]["final"] = {"momentum": 0.5}, 0.7
-    path.write_text(json.dumps(document))
-    with pytest.raises(JobError):
-        Job(**stored)
-    shutil.rmtree(last)
-    lines = list[Line]()
-    end = launch(job, local=True, show=lines.append)
-    assert (end.state, [line.step for line in lines if isinstance(line, StepLine)]) == ("Finished", [3, 4])
-    assert exported_hash(job) == whole and not (tmp_path / job.name / "branches").exists()
-    stored["optim"]["weight_decay"] = 0.05
-    path.write_text(json.dumps(document))
-    with pytest.raises(JobError, match=r"optim\.weight_decay") as refused:
-        launch(job, local=True)
-    assert "optim.args" not in str(refused.value) and "schedule.final" not in str(refused.value)

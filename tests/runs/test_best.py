@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -116,28 +115,22 @@ def test_a_coordinator_that_knows_only_the_older_samples_keeps_nothing_for_them(
 
 
 def test_gc_keeps_the_best_of_a_run_without_a_journal_as_its_own_loop_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge is the list of losses in the rows.  An older release stored no objects for validations, only rows.
+    """The judge is the list of losses in the rows.
 
     The control: without ``keep_best`` the best goes.
     """
     monkeypatch.setattr(checkpoint_commands, "say", lambda *text: None)
     there = lambda: [each.version.step for each in run.checkpoints.versions()]  # noqa: E731
-    for number, objects in enumerate((True, False)):
-        job = trained(tmp_path / str(number), 8, lr=100.0, checkpoint={**RULES, "keep_last": 9})
-        run = Run.find(job)
-        losses = {int(row["step"]): row["validation_loss"] for row in rows_of(run) if "validation_loss" in row}
-        for key in run.store.list("toy/validations/") + run.store.list("toy/asked/") if not objects else ():
-            run.store.delete(key)
-        if not objects:  # nor did it note what it owes
-            begun = json.loads(run.store.get("toy/job.json"))
-            run.store.put("toy/job.json", json.dumps({name: value for name, value in begun.items() if name != "asked"}).encode())
-        assert not run.store.list("toy/journal/") and there() == list(losses) == [2, 4, 6, 8]
-        expected = min(losses, key=lambda step: (losses[step], step))
-        assert expected < 6, "the control: no other rule keeps it"
-        for keep_best, left in ((True, [expected, 6, 8]), (False, [6, 8])):
-            rules = {**RULES, "keep_best": keep_best}
-            assert checkpoint_commands.gc(job.replace(checkpoint=rules), dry_run=False, force=False) == 0
-            assert there() == left
+    job = trained(tmp_path, 8, lr=100.0, checkpoint={**RULES, "keep_last": 9})
+    run = Run.find(job)
+    losses = {int(row["step"]): row["validation_loss"] for row in rows_of(run) if "validation_loss" in row}
+    assert not run.store.list("toy/journal/") and there() == list(losses) == [2, 4, 6, 8]
+    expected = min(losses, key=lambda step: (losses[step], step))
+    assert expected < 6, "the control: no other rule keeps it"
+    for keep_best, left in ((True, [expected, 6, 8]), (False, [6, 8])):
+        rules = {**RULES, "keep_best": keep_best}
+        assert checkpoint_commands.gc(job.replace(checkpoint=rules), dry_run=False, force=False) == 0
+        assert there() == left
 
 
 def test_the_rule_is_that_of_a_list_that_is_walked_by_hand() -> None:

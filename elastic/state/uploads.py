@@ -14,7 +14,6 @@ import os
 import subprocess
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ from elastic.protocol.uploads import REFUSALS, Told, hopeless
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region
 from elastic.state.uploader import Part, name_of
+from elastic.threads import keep_going
 from storage.checkpoints import ShardReceipt
 
 POLL_S = 0.02
@@ -35,8 +35,7 @@ POLL_S = 0.02
 UNKNOWN_S = 10.0
 """Seconds that a part waits until its worker's memory is opened here: a keeper that has just started does not know its workers yet."""
 RETRY_S = 1.0
-"""Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a process at every look.  The
-thread also waits so long after a look that failed."""
+"""Seconds after a failed start of an uploader until the next one: a node without memory is not asked for a process at every look."""
 HUNG_S = 900.0
 """Seconds after which an uploader that has parts and reports nothing is killed: a store may take 740 s to join the pieces of an object."""
 AGAIN_S = 5.0
@@ -89,7 +88,7 @@ class Uploads:
         self._process: subprocess.Popen[str] | None = None
         self._listener = threading.Thread()
         self._start_at = self._heard_at = 0.0
-        threading.Thread(target=self._run, name="uploads", daemon=True).start()
+        keep_going(self._run, "uploads", lambda sentence: self.say(sentence))
 
     def obey(self, number: tuple[int, int], saves: Sequence[Save], generation: int, version: Version) -> None:
         """Takes ``saves`` for all saves under way; any other that had begun by ``version`` of ``generation`` is over.
@@ -156,11 +155,7 @@ class Uploads:
 
     def _run(self) -> None:
         while not self._closed.wait(POLL_S):
-            try:
-                self._turn()
-            except Exception:  # the boundary of a thread: without it no part would be uploaded any more
-                self.say(traceback.format_exc())
-                self._closed.wait(RETRY_S)
+            self._turn()
 
     def _turn(self) -> None:
         with self._lock:

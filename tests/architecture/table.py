@@ -315,7 +315,6 @@ BOUNDARIES = {
     "elastic/train/profiler.py": "whatever keeps a profile from being made is told, and training goes on without it",
     "elastic/state/snapshot.py": "a copy that fails ends the thread that makes it, never the step",
     "elastic/state/uploader.py": "whatever ends the thread that uploads goes to the keeper, which waits for its part",
-    "elastic/state/uploads.py": "whatever ends a look for copies goes to the keeper's log, and the next look follows",
     "elastic/engine/paged.py": "whatever the user's initialisation makes of values that were lost is done again with the true ones",
     "elastic/train/contract.py": "the user's code need not work with other numbers of samples than that of a microbatch",
     "elastic/train/plain.py": "what cannot be watched, or evaluated, in plain torch is computed without that",

@@ -381,7 +381,6 @@ def test_a_look_that_fails_is_told_and_is_not_the_last(tmp_path: Path, monkeypat
             raise errors.pop()
         return find(region, copy)
 
-    monkeypatch.setattr("elastic.state.uploads.RETRY_S", 0.1)
     with saving("whole") as store, uploading(store, tmp_path) as (uploads, told):
         uploads.say = said.append
         monkeypatch.setattr(Region, "find", fail)

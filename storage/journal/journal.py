@@ -7,8 +7,7 @@ An object with a reference is a continuation.  A snapshot and its continuations 
     <run>/journal/000/000/012/000000012345.jsonl.gz     the object whose first record has the number 12,345
 
 Three folders have the leading digits of that number, so no folder has more than a thousand names, and the newest object is found by four
-short listings however old the run is.  The lines are compressed (gzip); the digest follows them.  Releases before 2 wrote them as they are
-to ``<run>/journal/<first record>.jsonl``; these objects are read too.
+short listings however old the run is.  The lines are compressed (gzip); the digest follows them.
 
 A new snapshot is written once the records since the last snapshot have :data:`RECORDS` times as many bytes as that snapshot, or after
 :data:`CONTINUATIONS` objects.  The first rule keeps snapshots at a third of the journal at most, however long they are.  The second rule

@@ -15,8 +15,6 @@ from storage.objects import ObjectStore
 
 CONTINUED = 4
 """The format that a reference states.  Releases that know no continuations read formats up to 3, and refuse this one by its number."""
-PACKED = ".jsonl.gz"
-"""Suffix of the name of an object that is compressed."""
 GZIP = 31
 """The number by which zlib knows a stream in the format of gzip, with the largest window."""
 PER_FOLDER = 1000
@@ -30,8 +28,7 @@ Segment = tuple[Json, list[Json]]
 def object_at(store: ObjectStore, key: str) -> Segment:
     """Returns the head of an object, and its records.  Raises :class:`Damaged`."""
     object, first = store.full_name(key), first_of(key)
-    raw = unsealed(store.get(key), object)
-    lines = io.BytesIO(unpacked(raw, object) if key.endswith(PACKED) else raw)
+    lines = io.BytesIO(unpacked(unsealed(store.get(key), object), object))
     try:
         head, *records = map(json.loads, lines)
         numbers = [record["n"] for record in records]
@@ -44,7 +41,7 @@ def object_at(store: ObjectStore, key: str) -> Segment:
 
 def key_of(run: str, first: int) -> str:
     digits = f"{first:012d}"
-    return f"{run}/journal/{digits[:3]}/{digits[3:6]}/{digits[6:9]}/{digits}{PACKED}"
+    return f"{run}/journal/{digits[:3]}/{digits[3:6]}/{digits[6:9]}/{digits}.jsonl.gz"
 
 
 def first_of(key: str) -> int:

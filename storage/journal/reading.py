@@ -12,7 +12,7 @@ from storage.errors import Damaged, Missing
 from storage.journal.objects import PER_FOLDER, Json, Segment, first_of, key_of, object_at
 from storage.objects import ObjectStore
 
-NAME = r"\d+[.]jsonl([.]gz)?"
+NAME = r"\d+[.]jsonl[.]gz"
 """Matches the name of an object."""
 READS = 8
 """Number of objects that are read at a time."""
@@ -32,7 +32,7 @@ def since(store: ObjectStore, run: str, first: int) -> list[Segment]:
     A head is a snapshot, or a reference to the object with the last one ("continues").  If the oldest objects are gone, it begins with
     those that are there.
     """
-    if first == 0:  # also those of earlier releases, and the first one that is there
+    if first == 0:  # the oldest may be gone
         keys = _listed(store, run)
     else:
         newest = _last(store, f"{run}/journal/")
@@ -131,8 +131,6 @@ def _between(store: ObjectStore, run: str, first: int, end: int) -> list[str]:
     there = set[str]()
     for folder in sorted({key_of(run, number).rpartition("/")[0] for number in (*range(first, end, PER_FOLDER), end - 1)}):
         there.update(f"{folder}/{name}" for name in store.children(f"{folder}/") if re.fullmatch(NAME, name))
-    if not any(first_of(key) == first for key in there):  # an earlier release wrote it
-        there.update(f"{run}/journal/{name}" for name in store.children(f"{run}/journal/") if re.fullmatch(NAME, name))
     return sorted((key for key in there if first <= first_of(key) < end), key=first_of)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from storage.checkpoints import ShardReceipt
 from storage.errors import Damaged
-from storage.journal import Journal, Newest, newest, parse, read, records
-from storage.journal.objects import key_of, packed, sealed, unpacked
+from storage.journal import Journal, Newest, newest, parse, records
+from storage.journal.objects import key_of, packed
 from storage.objects import ObjectStore
 from tests.storage.test_journal import KNOWN, Moody, lengths, objects, write
 from tests.support.patience import PATIENCE_S
@@ -86,24 +86,6 @@ def test_a_folder_that_a_killed_writer_left_empty_hides_nothing(tmp_path: Path) 
     (tmp_path / "bucket" / key_of("run", 1000)).parent.mkdir()
     found = newest(store, "run")
     assert found is not None and found[1] == [{"n": 999}]
-
-
-def test_the_objects_of_an_earlier_release_are_read_and_followed(store: Moody, tmp_path: Path) -> None:
-    """They lie side by side in one folder and are not compressed; a writer of today goes on behind them."""
-    journal = begun(store, tmp_path)
-    objects(journal, 5)
-    journal.close()
-    for key in store.list("run/journal/"):
-        first = int(key.rpartition("/")[2].partition(".")[0])
-        store.put(f"run/journal/{first:012d}.jsonl", sealed(unpacked(store.get(key), key)))
-        store.delete(key)
-    old = read(store, "run")
-    assert newest(store, "run") == old[-1] and len(old[-1][1]) == 4
-    journal = begun(store, tmp_path / "next", 5, 10)
-    write(journal, 2)
-    journal.close()
-    assert newest(store, "run") == ({"sum": 10}, [{"n": 5}, {"n": 6}])
-    assert read(store, "run") == [*old, ({"sum": 10}, [{"n": 5}, {"n": 6}])]
 
 
 @pytest.mark.parametrize("too_early", [False, True])

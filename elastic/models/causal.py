@@ -90,14 +90,16 @@ def remedy(config: Any, make: Callable[[Any], nn.Module]) -> str:
 
 
 def _try(config: Any, make: Callable[[Any], nn.Module], ask: Callable[[Any, Any], bool | None]) -> bool | None:
-    with _silence(), torch.random.fork_rng([]):
+    with _silence(), torch.random.fork_rng([]), torch.device("cpu"), torch.no_grad():
         for version in (_smaller, deepcopy):
             try:
                 each = version(config)
                 with torch.device("meta"):
                     model = make(each)
-                if _share(model) <= MOST and (found := ask(model, each)) is not None:
-                    return found
+                if _share(model) <= MOST:
+                    _fill(model.eval())
+                    if (found := ask(model, each)) is not None:
+                        return found
             except FAILURES:
                 continue
     return None
@@ -118,46 +120,41 @@ def _share(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@torch.no_grad()
 def _fill(model: Any) -> None:
     """Gives ``model``, which is on the meta device, memory and values; what is shared stays so."""
     torch.default_generator.manual_seed(0)  # that of the CPU alone
-    with torch.device("cpu"):
-        made = {id(each): torch.zeros_like(each, device="cpu") for each in model.buffers()}
-        made |= {id(each): nn.Parameter(torch.zeros_like(each, device="cpu")) for each in model.parameters()}
-        for module in model.modules():
-            for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                module._parameters[own] = made[id(parameter)]
-            for own, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                module._buffers[own] = made[id(buffer)]
-        model.init_weights()
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=NOISE)
+    made = {id(each): torch.zeros_like(each, device="cpu") for each in model.buffers()}
+    made |= {id(each): nn.Parameter(torch.zeros_like(each, device="cpu")) for each in model.parameters()}
+    for module in model.modules():
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            module._parameters[own] = made[id(parameter)]
+        for own, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            module._buffers[own] = made[id(buffer)]
+    model.init_weights()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=NOISE)
 
 
-@torch.no_grad()
 def _ahead(model: Any, config: Any) -> bool | None:
-    _fill(model.eval())
     tokens, before = _tokens(config)
-    with torch.device("cpu"):
-        tokens[1, :before] = tokens[0, :before]
-        ones = torch.ones_like(tokens)
-        first, second = (model(input_ids=row[None], attention_mask=ones[:1], use_cache=False).logits[0, :before] for row in tokens)
+    tokens[1, :before] = tokens[0, :before]
+    first, second = (_logits(model, row[None])[0, :before] for row in tokens)
     return _differ(first, second)
 
 
-@torch.no_grad()
 def _apart(model: Any, config: Any) -> bool | None:
-    _fill(model.eval())
     tokens, before = _tokens(config)
-    with torch.device("cpu"):
-        documents = (torch.arange(tokens.shape[1]) >= before).int().expand_as(tokens)
-        mask = attention_mask(tokens, documents, Kernel.TORCH)
-        packed = model(input_ids=tokens, attention_mask=mask, position_ids=positions_of(documents), use_cache=False).logits
-        parts = (tokens[:, :before], tokens[:, before:])
-        alone = [model(input_ids=part, attention_mask=torch.ones_like(part), use_cache=False).logits for part in parts]
-    found = _differ(torch.cat(alone, 1), packed)
+    documents = (torch.arange(tokens.shape[1]) >= before).int().expand_as(tokens)
+    mask = attention_mask(tokens, documents, Kernel.TORCH)
+    packed = _logits(model, tokens, attention_mask=mask, position_ids=positions_of(documents))
+    alone = torch.cat([_logits(model, part) for part in (tokens[:, :before], tokens[:, before:])], 1)
+    found = _differ(alone, packed)
     return None if found is None else not found
+
+
+def _logits(model: Any, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
+    found: torch.Tensor = model(**{"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False, **more}).logits
+    return found
 
 
 def _tokens(config: Any) -> tuple[torch.Tensor, int]:
@@ -165,8 +162,7 @@ def _tokens(config: Any) -> tuple[torch.Tensor, int]:
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or SEQ
     seq = min(SEQ, positions) if positions > 0 else SEQ  # some have -1, for any number
-    with torch.device("cpu"):
-        return torch.randint(text.vocab_size, (2, seq)), seq - min(LAST, seq // 3)
+    return torch.randint(text.vocab_size, (2, seq)), seq - min(LAST, seq // 3)
 
 
 def _differ(first: torch.Tensor, second: torch.Tensor) -> bool | None:

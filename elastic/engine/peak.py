@@ -153,9 +153,7 @@ class _Calls(TorchFunctionMode):
 @contextmanager
 def _imagined(device: torch.device, shards: int = 1) -> Iterator[World]:
     """Yields a world of one replica, and leaves nothing of what is compiled or cached in it."""
-    causal_mask.cache_clear()
-    host_memory.cache_clear()
-    torch.compiler.reset()
+    _forget()
     hook = sys.excepthook  # torch replaces it by one that says the rank of a process
     world = World.imagined(Layout(1, shards), device)
     try:
@@ -165,9 +163,14 @@ def _imagined(device: torch.device, shards: int = 1) -> Iterator[World]:
     finally:
         world.close()
         sys.excepthook = hook
-        torch.compiler.reset()
-        causal_mask.cache_clear()
-        host_memory.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    """Drops compiled code, and tensors in caches, which are fake or must not become so."""
+    torch.compiler.reset()
+    causal_mask.cache_clear()
+    host_memory.cache_clear()
 
 
 def _fake(*, gpu: bool) -> FakeTensorMode:

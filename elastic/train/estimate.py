@@ -131,7 +131,7 @@ def _too_small(job: Job, policy: Policy, found: Mapping[Policy, Need]) -> str:
 
 def by_recompute(job: Job) -> dict[Policy, Need]:
     """Returns what training needs with each policy that ``auto`` tries, or with the one that the job names.  Raises as :func:`needs`."""
-    return needs(job, policies_of(job) if job.recompute == "auto" else (job.recompute,))
+    return needs(job, policies_of(job))
 
 
 def needs(job: Job, policies: Sequence[Policy]) -> dict[Policy, Need]:
@@ -166,8 +166,7 @@ def fitting_policy(job: Job) -> str:
 
     Raises as :func:`needs`.
     """
-    own = policies_of(job) if job.recompute == "auto" else (job.recompute,)
-    others = [policy for policy in all_policies(job) if policy not in own]
+    others = [policy for policy in all_policies(job) if policy not in policies_of(job)]
     policy, least = _chosen(job, needs(job, others)) if others else ("", 0)
     if not least:
         return ""

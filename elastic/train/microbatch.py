@@ -49,7 +49,7 @@ def chosen(job: Job, memory: int, *, local: bool = False) -> tuple[Job, str]:
         )
     if not memory:
         return job.replace(microbatch=sizes[-1]), f"{bound}; the memory of CPUs is not limited"
-    policies: Sequence[Policy] = (job.recompute,) if job.recompute != "auto" else ("none",) if local else policies_of(job)
+    policies = ("none",) if local and job.recompute == "auto" else policies_of(job)
     most = 1 if local else most_shards(job)
     members = 1 if local else enough(job.workers.min, most)
     room = f"{amount(USABLE * memory)} of {amount(memory)} can be used"

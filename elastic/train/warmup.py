@@ -71,14 +71,14 @@ def warm_up(session: Session, tensors: Sequence[Tensor], device: torch.device) -
 
 def choose_recompute(session: Session, tensors: Sequence[Tensor], device: torch.device) -> int:
     """Warms up, and lets ``session.job`` name what its ``recompute = "auto"`` stands for on ``device``.  Returns as :func:`warm_up`."""
-    job, took = session.job, dict[str, int]()
+    job, took = session.job, dict[str | float, int]()
     if job.recompute != "auto":
         return warm_up(session, tensors, device)
     if not memory_of(job, device):
         session.job = job.replace(recompute="none")
         return warm_up(session, tensors, device)
 
-    def least_of(policy: str) -> int:
+    def least_of(policy: str | float) -> int:
         session.job = job.replace(recompute=policy)
         took[policy] = warm_up(session, tensors, device)
         if not took[policy]:

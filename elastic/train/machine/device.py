@@ -89,11 +89,13 @@ def most_shards(job: Job) -> int:
     return rule.dp_shard or job.workers.max // (rule.dp_replicate or 1)
 
 
-def policies_of(job: Job) -> tuple[str, ...]:
-    """Returns the settings of ``recompute`` that ``auto`` tries, in their order.
+def policies_of(job: Job) -> tuple[str | float, ...]:
+    """Returns the setting of ``recompute`` that the job names, or those that ``auto`` tries, in their order.
 
     Compiled blocks have other bits with each, and each worker chooses by the memory of its own device, so a reproducible job must name one.
     """
+    if job.recompute != "auto":
+        return (job.recompute,)
     return ("none",) if must_name_policy(job) else all_policies(job)
 
 

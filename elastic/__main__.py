@@ -1,4 +1,4 @@
-"""The entry of ``python -m elastic`` and of the command ``elastic``, which ``actors/cli.py`` implements."""
+"""The entry of ``python -m elastic`` and of the command ``elastic``, which :mod:`actors.cli` implements."""
 
 from __future__ import annotations
 

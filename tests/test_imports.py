@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import elastic
-from actors.parser import commands, parser_of
+from actors.cli.parser import commands, parser_of
 from elastic.errors import CodeError
 from elastic.imports import ROOT, _digest, check_packages, code_digest, load, own_digest
 from tests.support.patience import PATIENCE_S

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.prints import MOST
+from actors.cli.prints import MOST
 from tests.support.commands import Command, assert_no_actor_left
 from tests.support.job_file import to_toml
 from tests.support.toys import toy_job

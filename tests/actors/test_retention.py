@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.checkpoint_commands import gc
+from actors.cli.checkpoint_commands import gc
 from actors.view import View
 from elastic.job import Job
 from elastic.report.story import Line, Sentence

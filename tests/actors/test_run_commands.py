@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import ray
 
-from actors import cluster, run_commands
-from actors.cli import main
+from actors import cluster
+from actors.cli import main, run_commands
+from actors.cli.prints import Prints
 from actors.launch import start
 from actors.living import attach, coordinator_of, reap
-from actors.prints import Prints
 from actors.processes import clear, log_file, log_folder, make_log_folder, remove_logs
 from actors.screen import Screen
 from actors.view import View

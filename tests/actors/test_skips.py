@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from actors.run_commands import Absent
+from actors.cli.run_commands import Absent
 from elastic.report.story import Sentence
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.toys import LIGHT, toy_job

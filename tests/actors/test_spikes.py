@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.run_commands import Absent
+from actors.cli.run_commands import Absent
 from elastic.plan.layout import Layout
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.train.test_spikes import WINDOW, drawn_by, read, spiky

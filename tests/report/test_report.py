@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actors.cli import main
-from actors.report_command import facts_of
+from actors.cli.report_command import facts_of
 from elastic.control import codec
 from elastic.ids import Version, WorkerId
 from elastic.plan.retention import Keep, Rule, reasons

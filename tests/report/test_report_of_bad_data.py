@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from actors.cli import main
+from actors.cli.report_command import facts_of
+from actors.cli.run_commands import Absent
 from actors.launch import launch, lines_of
-from actors.report_command import facts_of
-from actors.run_commands import Absent
 from actors.screen import Screen
 from actors.view import View
 from elastic.control.skips import Skips

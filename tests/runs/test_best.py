@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from actors import checkpoint_commands
-from actors.branch_commands import described
-from actors.report_command import facts_of
+from actors.cli import checkpoint_commands
+from actors.cli.branch_commands import described
+from actors.cli.report_command import facts_of
 from elastic.control import codec
 from elastic.ids import Version
 from elastic.job import Job

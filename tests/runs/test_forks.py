@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors import checkpoint_commands
+from actors.cli import checkpoint_commands
 from actors.launch import launch
 from elastic.errors import JobError
 from elastic.ids import Version

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.report_command import facts_of
-from actors.run_commands import Absent
+from actors.cli.report_command import facts_of
+from actors.cli.run_commands import Absent
 from elastic.ids import Version
 from elastic.report.best import RISES, Loss, over_fit
 from elastic.report.page import page_of

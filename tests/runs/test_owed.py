@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from actors import checkpoint_commands, owed_command
+from actors.cli import checkpoint_commands, owed_command
+from actors.cli.report_command import report
+from actors.cli.run_commands import Absent
 from actors.launch import launch
-from actors.report_command import report
-from actors.run_commands import Absent
 from elastic.control.run import Finished
 from elastic.errors import JobError
 from elastic.ids import Version

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from actors import checkpoint_commands
+from actors.cli import checkpoint_commands
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.runs import forks

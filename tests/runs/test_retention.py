@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import checkpoint_commands
+from actors.cli import checkpoint_commands
 from elastic.config.values import seconds_of
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version

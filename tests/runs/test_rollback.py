@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from actors import branch_commands
-from actors.cli import main
+from actors.cli import branch_commands, main
 from actors.launch import launch
 from elastic.errors import JobError
 from elastic.ids import Version

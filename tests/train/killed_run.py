@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoint_commands import gc
+from actors.cli.checkpoint_commands import gc
 from elastic.job import Job
 from elastic.runs.run import Run
 from elastic.train.local import run_local

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from actors.checkpoint_commands import export
+from actors.cli.checkpoint_commands import export
 from actors.launch import launch
 from elastic.errors import JobError
 from elastic.job import Job

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actors.checkpoint_commands import rm
+from actors.cli.checkpoint_commands import rm
 from elastic.engine.loss import next_token
 from elastic.engine.optim.base import Hyper, Part, Rule
 from elastic.errors import PlatformGaveUp

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from actors.checkpoint_commands import export
+from actors.cli.checkpoint_commands import export
 from elastic.data.prepare import prepare
 from elastic.data.sources import Document
 from elastic.data.tokenizer import Bytes, files_of, read_tokenizer

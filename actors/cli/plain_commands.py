@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.parser import command
+from actors.cli.parser import command
 from actors.terminal import say, show_table
 from elastic.errors import JobError
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actors.job_file import JobFile, import_from_here
-from actors.parser import command
+from actors.cli.job_file import JobFile, import_from_here
+from actors.cli.parser import command
 from actors.terminal import say, show_table
 from elastic.errors import ElasticError, JobError
 from elastic.imports import failure
@@ -128,7 +128,7 @@ def owed(job: Job, /, pay: bool = False, accept_code: bool = False) -> int:
     pay: do them now, in this process, also those that were given up
     accept_code: with --pay: use today's code, although other code made the checkpoint
     """
-    from actors.owed_command import owed
+    from actors.cli.owed_command import owed
 
     import_from_here()
     return owed(job, pay, accept_code=accept_code)

@@ -15,10 +15,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster, heads, launch, living
 from actors.chaos import HARMLESS, PERFORMED, Chaos
+from actors.cli.parser import command
+from actors.cli.prints import Prints, Reading
 from actors.living import ANSWER_S, bucket_of_another, connected, coordinator_of, note_deletion, run_of
 from actors.logs import last_lines
-from actors.parser import command
-from actors.prints import Prints, Reading
 from actors.processes import clear, end_on_sigterm, left_here, life_of, log_folder, nobodys
 from actors.screen import screen_for, show_result
 from actors.terminal import say

@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from actors.parser import read
+from actors.cli.parser import read
 from actors.terminal import console, forget, lasting, say
 from elastic.errors import STOPPED, ElasticError, JobError
 from storage.errors import StorageError, Unavailable

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from actors.job_file import JobFile, import_from_here
-from actors.parser import command
+from actors.cli.job_file import JobFile, import_from_here
+from actors.cli.parser import command
 from actors.submitted import check_file
 from actors.terminal import say
 from elastic.errors import ElasticError, JobError
@@ -52,8 +52,8 @@ def train(
         check_early(job)
     if not quiet:  # off a terminal, too: on a busy machine the imports alone take ten seconds
         print("checking the job: loading PyTorch, building the model, trying the data and the bucket", file=sys.stderr, flush=True)
+    from actors.cli.prints import Prints
     from actors.launch import launch
-    from actors.prints import Prints
     from actors.screen import screen_for, show_result
 
     screen, words = Prints(screen_for(job, quiet=quiet), prints), {"branch": branch, "accept_code": accept_code, "again": again}

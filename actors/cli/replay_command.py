@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 
 import elastic
-from actors.job_file import JobFile
-from actors.parser import command
+from actors.cli.job_file import JobFile
+from actors.cli.parser import command
 from actors.terminal import say
 from elastic.control.rules import Rules
 from elastic.errors import JobError

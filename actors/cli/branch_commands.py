@@ -9,9 +9,9 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-from actors.checkpoint_commands import at_rest
-from actors.job_file import JobFile
-from actors.parser import command
+from actors.cli.checkpoint_commands import at_rest
+from actors.cli.job_file import JobFile
+from actors.cli.parser import command
 from actors.terminal import say
 from elastic.config.command_line import Options
 from elastic.config.settings import option_of

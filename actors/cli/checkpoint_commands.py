@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from actors.job_file import import_from_here
-from actors.parser import Pair, command
+from actors.cli.job_file import import_from_here
+from actors.cli.parser import Pair, command
 from actors.terminal import say, show_table
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
@@ -334,8 +334,8 @@ def at_rest(job: Job, force: bool, lives: str) -> tuple[Run, int]:
 
     ``lives`` says what to do if it does.
     """
+    from actors.cli.run_commands import Absent
     from actors.living import coordinator_of
-    from actors.run_commands import Absent
 
     run = Run.begun(job)
     claim = run.latest_claim()

@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoint_commands import KEEPS
-from actors.parser import command
+from actors.cli.checkpoint_commands import KEEPS
+from actors.cli.parser import command
 from actors.terminal import say
 from elastic.config.values import HIDDEN, is_secret
 from elastic.errors import JobError

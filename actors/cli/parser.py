@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from actors.job_file import JobFile
+from actors.cli.job_file import JobFile
 from elastic.errors import JobError
 from elastic.imports import did_you_mean, load
 

@@ -28,7 +28,7 @@ from storage.journal import latest_claim
 from storage.objects import ObjectStore
 
 if TYPE_CHECKING:
-    from elastic.train.preflight import Checked
+    from elastic.train.checks.preflight import Checked
 
 Show = Callable[[Line], None]
 

@@ -1,6 +1,6 @@
 """Chaos performs faults on a running job: real signals and real deaths, by a schedule that can be repeated.
 
-The faults are those of ``elastic/sim/faults.py``.  An actor on every node, its *hand*, sends the signals.  A fault that must happen inside
+The faults are those of ``elastic/protocol/faults.py``.  An actor on every node, its *hand*, sends the signals.  A fault that must happen inside
 a process is performed by the worker on itself (``Worker.suffer``).  Each strike is recorded in ``chaos/`` of the run's folder: the fault,
 its victim, the time, the step and the state of the run.  Three nodes are never struck as a whole: the head node, because without Ray's own
 store there is no cluster to recover in, the node of this process, and the coordinator's node, because its death is a fault of its own.
@@ -30,8 +30,8 @@ from actors.living import attach
 from actors.view import View
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
-from elastic.sim.faults import VICTIM, Fault, Kind
-from elastic.train.counters import Counters, segment
+from elastic.protocol.faults import VICTIM, Fault, Kind
+from elastic.train.gauges.counters import Counters, segment
 from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore
 

@@ -31,7 +31,7 @@ from actors.processes import end_on_sigterm, make_log_folder
 from actors.prometheus import Exported
 from actors.survivors import Left, look_back
 from actors.view import View, best_of
-from elastic.control import codec, copy_inventory
+from elastic.control import copy_inventory
 from elastic.control.inbox import Inbox
 from elastic.control.machine import Transition, advance
 from elastic.control.run import TERMINAL, Failed, Finished, RunState
@@ -40,6 +40,7 @@ from elastic.engine.optim.schedule import rate_for_readers
 from elastic.errors import Refused
 from elastic.ids import NodeId, WorkerId
 from elastic.job import Job
+from elastic.journal import codec
 from elastic.protocol.authority import Audience, Authority
 from elastic.protocol.builds import Build
 from elastic.protocol.commit_record import Score, Validated

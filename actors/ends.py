@@ -14,8 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import cluster
 from actors.processes import leave_nothing
+from elastic.code.imports import PACKAGES
 from elastic.ids import NodeId
-from elastic.imports import PACKAGES
 from elastic.protocol.events import Event
 
 NODE_DIED, UNREACHED = "its node died", "its process cannot be reached"

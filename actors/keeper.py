@@ -43,7 +43,7 @@ from elastic.runs.receipts import SavedShard
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.uploads import Uploads
 from elastic.threads import keep_going
-from elastic.train.counters import OPERATIONS, Counters, segment, writer_lives
+from elastic.train.gauges.counters import OPERATIONS, Counters, segment, writer_lives
 from storage.checkpoints import ShardReceipt
 from storage.errors import Deposed, StorageError
 from storage.objects import ObjectStore

@@ -41,8 +41,8 @@ from actors.signals import Requests
 from actors.submitted import check_place
 from actors.terminal import lasting
 from actors.view import View
+from elastic.code.imports import check_packages
 from elastic.errors import FINISHED, STOPPED, JobError, PlatformGaveUp, Refused
-from elastic.imports import check_packages
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.report.story import Ending, Line, Sentence
@@ -52,11 +52,11 @@ from elastic.runs.branches import flat, in_words
 from elastic.runs.forks import write_anew
 from elastic.runs.resume import LATEST, Start, start_of
 from elastic.runs.run import Run
-from elastic.train.bucket import check_bucket
-from elastic.train.early import check_early
+from elastic.train.checks.bucket import check_bucket
+from elastic.train.checks.early import check_early
 
 if TYPE_CHECKING:
-    from elastic.train.preflight import Checked
+    from elastic.train.checks.preflight import Checked
 
 POLL_S = 0.1
 LEAVING_S = 2.0
@@ -193,7 +193,7 @@ class _Command:
         checked = self._checked(run)
         self.tell(*checked.notes)
         if self.local:
-            from elastic.train.local import run_local
+            from elastic.train.alone.local import run_local
 
             here = partial(begin_here, self.begins, checked, self.show, may)
             return _result(self.job, *run_local(self.job, self.show, here, checked.build))
@@ -265,7 +265,7 @@ class _Command:
             raise JobError(f"name = {self.job.name!r}: this run lives on this cluster; {fix}")
 
     def _checked(self, run: Run) -> Checked:
-        """Checks the job as :func:`~elastic.train.preflight.preflight` does, whose import of torch takes seconds.
+        """Checks the job as :func:`~elastic.train.checks.preflight.preflight` does, whose import of torch takes seconds.
 
         What needs no torch is checked before: this machine, if the workers will be here, the names of the job, and its bucket.  Then the
         cluster of this machine begins to start, if the run is to have one.
@@ -278,7 +278,7 @@ class _Command:
         said = check_bucket(job)
         if not local:
             cluster.begin_here(self.address, job.workers, self.tell)
-        from elastic.train.preflight import preflight
+        from elastic.train.checks.preflight import preflight
 
         how = {"local": local, "branch": self.branch, "accept_code": self.accept_code}
         checked = preflight(job, **how, start=self.begins, run=run)
@@ -298,11 +298,11 @@ class _Command:
     def _started(self, run: Run, checked: Checked, objects: Sequence[bytes], seen: int) -> Any:
         """Begins the run, unless somebody else has since incarnation ``seen``, starts its coordinator and returns it.
 
-        Raises :class:`~elastic.errors.NoProgress` if it was started in vain too often, as :func:`~elastic.train.microbatch.decided`, and as
+        Raises :class:`~elastic.errors.NoProgress` if it was started in vain too often, as :func:`~elastic.train.checks.microbatch.decided`, and as
         :func:`cluster.smallest_gpu`.
         """
+        from elastic.train.checks.microbatch import decided
         from elastic.train.machine.device import limit_of
-        from elastic.train.microbatch import decided
 
         restarts.check(run, again=self.again or run.branches_at(self.begins.at) is not None)
         workers = self.job.workers

@@ -15,10 +15,10 @@ from typing import Any
 
 from ray import cloudpickle
 
+from elastic.code.imports import failure
+from elastic.code.objects import Given
 from elastic.errors import CodeError, JobError
-from elastic.imports import failure
 from elastic.job import Job
-from elastic.objects import Given
 from elastic.plan.copy_budget import amount
 
 CHUNK = 64 * 2**10

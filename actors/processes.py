@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from elastic.errors import JobError
-from elastic.train.counters import segment, writer_lives
+from elastic.train.gauges.counters import segment, writer_lives
 
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3

@@ -35,7 +35,7 @@ from elastic.protocol.member import Member
 from elastic.runs import forks
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.counters import Counters, segment
+from elastic.train.gauges.counters import Counters, segment
 from elastic.train.machine.limits import no_segment, shared_memory
 from storage.errors import Unavailable
 
@@ -158,7 +158,7 @@ class Worker:
 
     def _compare(self, session: Session, device: Any) -> None:
         """Compares the engine with plain torch, if the run is a new one.  Raises :class:`ModelError`."""
-        from elastic.train.trial import compare_with_torch
+        from elastic.train.checks.trial import compare_with_torch
 
         if self._begins:
             self._enter("compares with plain torch")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 
+from elastic.code.imports import check_packages
 from elastic.errors import STOPPED, CodeError
-from elastic.imports import check_packages
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, PrivateAttr, ValidationError, model_validator
 
+from elastic.code.objects import Given
 from elastic.config.agreement import disagreements, idle
 from elastic.config.command_line import read_options
 from elastic.config.sections import (
@@ -71,7 +72,6 @@ from elastic.config.values import (
 )
 from elastic.control.rules import Rules, WatchRule
 from elastic.errors import JobError
-from elastic.objects import Given
 from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout, LayoutRule, table
 from elastic.plan.ramp import Batches

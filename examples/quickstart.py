@@ -37,7 +37,7 @@ from elastic import Job
 from elastic.data.prepare import prepare
 from elastic.report.recoveries import Recovery, recoveries
 from elastic.runs.run import Run
-from elastic.train.counters import Counters, segment
+from elastic.train.gauges.counters import Counters, segment
 
 OUT = Path("quickstart-out").absolute()
 STEPS = 80

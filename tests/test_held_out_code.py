@@ -16,7 +16,7 @@ from elastic.runs.code import noted
 from elastic.runs.metrics import rows_of
 from elastic.runs.resume import best_of
 from elastic.runs.run import Run
-from elastic.train.revisit import evaluate_here, rerun_here
+from elastic.train.alone.revisit import evaluate_here, rerun_here
 from tests import test_sources
 from tests.support.chaos import exported_hash
 from tests.support.job_file import to_toml

@@ -16,8 +16,8 @@ import pytest
 
 import elastic
 from actors.cli.parser import commands, parser_of
+from elastic.code.imports import ROOT, _digest, check_packages, code_digest, load, own_digest
 from elastic.errors import CodeError
-from elastic.imports import ROOT, _digest, check_packages, code_digest, load, own_digest
 from tests.support.patience import PATIENCE_S
 
 

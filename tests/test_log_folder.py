@@ -12,7 +12,7 @@ import pytest
 
 from actors.processes import clear, left_here, log_file, log_folder, make_log_folder, sweep
 from elastic.errors import JobError
-from elastic.train.counters import Counters, segment
+from elastic.train.gauges.counters import Counters, segment
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE_S
 

@@ -18,14 +18,14 @@ import torch
 from actors.cli import main
 from actors.launch import launch
 from actors.objects import LARGEST, UsersCode, pack
+from elastic.code.imports import code_digest, load
+from elastic.code.objects import Given, parts_of
+from elastic.code.sources import sources_of
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, JobError, ModelError
-from elastic.imports import code_digest, load
 from elastic.job import Job
-from elastic.objects import Given, parts_of
 from elastic.report.story import Line, StepLine
-from elastic.sources import sources_of
-from elastic.train.revisit import evaluate_here, rerun_here
+from elastic.train.alone.revisit import evaluate_here, rerun_here
 from elastic.train.session import loop_of
 from tests.support.chaos import alone, exported_hash
 from tests.support.toys import Sums, toy_job
@@ -103,7 +103,7 @@ def parts(of: dict[str, Any], *names: str) -> dict[str, str]:
 def test_l11_an_object_is_its_name_if_that_can_be_imported(tmp_path: Path) -> None:
     """L11: else it is a text that stands for it, also in ``job.json``; the object goes nowhere by itself."""
     job = toy_job(tmp_path, name="run", data={"dataset": Sums}, model=parts_of)
-    assert (job.data.dataset, job.model) == ("tests.support.toys:Sums", "elastic.objects:parts_of") and job.objects() == {}
+    assert (job.data.dataset, job.model) == ("tests.support.toys:Sums", "elastic.code.objects:parts_of") and job.objects() == {}
     of = cell()
     job = job_of(tmp_path, of, loss=of["short"]).replace(seed=3)
     assert job.code() == ("object:build", "object:lambda", "object:Waves")
@@ -176,7 +176,7 @@ def outer(power):
     return build
 build = outer(2)
 """
-    program = f"{small}\nfrom elastic.objects import Given, parts_of\nprint(sorted(parts_of([Given(build)])[0].items()))"
+    program = f"{small}\nfrom elastic.code.objects import Given, parts_of\nprint(sorted(parts_of([Given(build)])[0].items()))"
     (tmp_path / "script.py").write_text(program)
     told = {
         subprocess.run(

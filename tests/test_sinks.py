@@ -14,7 +14,7 @@ import pytest
 from elastic.errors import JobError
 from elastic.report.metrics import Row
 from elastic.sinks.port import make_sink
-from elastic.train.early import check_early
+from elastic.train.checks.early import check_early
 from tests.support.toys import toy_job
 from tests.support.trackers import STEPS, History, mlflow_has, row, tensorboard_has, tracked, wandb_has
 

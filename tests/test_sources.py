@@ -13,7 +13,8 @@ import pytest
 
 from actors.cli import main
 from actors.launch import launch
-from elastic import sources
+from elastic.code import sources
+from elastic.code.sources import Sources, sources_of
 from elastic.errors import JobError, ModelError
 from elastic.ids import Version
 from elastic.job import Job
@@ -21,8 +22,7 @@ from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.code import at, begin, listed, noted
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
-from elastic.sources import Sources, sources_of
-from elastic.train.revisit import evaluate_here, rerun_here
+from elastic.train.alone.revisit import evaluate_here, rerun_here
 from storage.errors import Exists, Missing
 from storage.objects import ObjectStore
 from tests.support.chaos import exported_hash

@@ -13,13 +13,13 @@ from actors.cli.checkpoint_commands import at_rest
 from actors.cli.job_file import JobFile
 from actors.cli.parser import command
 from actors.terminal import say
+from elastic.code.objects import OBJECT
 from elastic.config.command_line import Options
 from elastic.config.settings import option_of
 from elastic.config.values import place, shown
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.ids import Version
 from elastic.job import Job
-from elastic.objects import OBJECT
 from elastic.report.divergence import diverged_at
 from elastic.runs import branches, resume
 from elastic.runs.branches import Branch, Origin

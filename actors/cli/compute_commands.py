@@ -5,8 +5,8 @@ from __future__ import annotations
 from actors.cli.job_file import JobFile, import_from_here
 from actors.cli.parser import command
 from actors.terminal import say, show_table
+from elastic.code.imports import failure
 from elastic.errors import ElasticError, JobError
-from elastic.imports import failure
 from elastic.job import Job
 from storage.errors import StorageError
 
@@ -24,7 +24,7 @@ def estimate(file: JobFile | None = None, /, params: float | None = None) -> Non
 
     params: only tell what so many parameters take, say 7e9
     """
-    from elastic.train import estimate as memory
+    from elastic.train.checks import estimate as memory
 
     if params is not None and file is None:
         if not 1 <= params <= MOST_PARAMS:
@@ -62,8 +62,8 @@ def estimate(file: JobFile | None = None, /, params: float | None = None) -> Non
 
 def _sized(job: Job) -> Job:
     """Returns ``job`` with numbers for ``microbatch`` and ``global_batch``, and says what ``microbatch = "auto"`` stands for."""
+    from elastic.train.checks.microbatch import chosen
     from elastic.train.machine.device import limit_of
-    from elastic.train.microbatch import chosen
     from elastic.train.session import settled
 
     if job.microbatch == "auto":
@@ -89,7 +89,7 @@ def evaluate(job: Job, /, step: str | None = None, average: bool = False, accept
     accept_code: use today's code, although the step was made by other code
     """
     from elastic.protocol.commit_record import told_of
-    from elastic.train.revisit import evaluate_here
+    from elastic.train.alone.revisit import evaluate_here
 
     import_from_here()
     version, found = evaluate_here(job, step, accept_code=accept_code, average=average, tell=lambda each: say(each, "note: ", "yellow"))
@@ -103,7 +103,7 @@ def rerun(job: Job, /, step: str, accept_code: bool = False) -> None:
     step: the step, or STEP.GENERATION of one left behind; there must be a checkpoint of the step before it
     accept_code: use today's code, although the step was made by other code
     """
-    from elastic.train.revisit import rerun_here
+    from elastic.train.alone.revisit import rerun_here
 
     import_from_here()
     again = rerun_here(job, step, accept_code=accept_code)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic.imports import check_packages
+from elastic.code.imports import check_packages
 from storage.errors import StorageError, Unavailable
 
 if TYPE_CHECKING:

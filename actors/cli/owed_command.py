@@ -51,8 +51,8 @@ def owed(job: Job, pay: bool, *, accept_code: bool = False) -> int:
 
 def _pay(run: Run, job: Job, debt: Debt, accept_code: bool) -> tuple[str, bool]:
     """Makes what is owed in this process.  Returns the sentence about it, "" if somebody else was first, and whether it is done."""
+    from elastic.train.alone.revisit import validate_here
     from elastic.train.errands import pay
-    from elastic.train.revisit import validate_here
 
     try:
         if debt.kind == debts_of.VALIDATION:

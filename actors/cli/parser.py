@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from actors.cli.job_file import JobFile
+from elastic.code.imports import did_you_mean, load
 from elastic.errors import JobError
-from elastic.imports import did_you_mean, load
 
 MODULES = (
     *("train_command", "branch_commands", "run_commands", "report_command", "replay_command"),

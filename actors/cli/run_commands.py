@@ -26,10 +26,10 @@ from actors.view import View
 from elastic.control.run import Ended, Failed, Finished
 from elastic.errors import JobError, PlatformGaveUp
 from elastic.job import Job
+from elastic.protocol.faults import Kind, draw, from_json
 from elastic.runs import owed, skipped
 from elastic.runs.resume import over_fits
 from elastic.runs.run import LOCAL, Run
-from elastic.sim.faults import Kind, draw, from_json
 
 SHOWN_WARNINGS = 6
 """Largest number of warnings about gradients that a line names."""

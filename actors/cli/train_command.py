@@ -8,8 +8,8 @@ from actors.cli.job_file import JobFile, import_from_here
 from actors.cli.parser import command
 from actors.submitted import check_file
 from actors.terminal import say
+from elastic.code.imports import failure, less_memory, users_traceback
 from elastic.errors import ElasticError, JobError
-from elastic.imports import failure, less_memory, users_traceback
 from storage.errors import StorageError
 from storage.journal import latest_claim
 
@@ -45,8 +45,8 @@ def train(
     job = file.load()
     for warning in job.warnings() if not quiet else ():
         say(warning, "note: ", "yellow")
-    from elastic.train.bucket import open_bucket
-    from elastic.train.early import check_early
+    from elastic.train.checks.bucket import open_bucket
+    from elastic.train.checks.early import check_early
 
     if not address and not latest_claim(open_bucket(job), job.name):  # else it may live, and need no code of this machine
         check_early(job)

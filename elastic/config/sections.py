@@ -444,7 +444,7 @@ class Fault(Part):
     """A fault of a chaos test, which a worker performs on itself."""
 
     point: Free[Annotated[str, AfterValidator(fault_word("Point"))]]
-    """Point of a step at which the fault happens: see ``Point`` in ``elastic/sim/faults.py``."""
+    """Point of a step at which the fault happens: see ``Point`` in ``elastic/protocol/faults.py``."""
     step: Free[Annotated[Whole, Field(ge=0)]] = 0
     """Step in which the fault happens.  0: the first step of the generation."""
     world_rank: Free[Annotated[Whole, Field(ge=0)]] = 0
@@ -452,4 +452,4 @@ class Fault(Part):
     generation: Free[Positive] = 1
     """Generation in which the fault happens.  It does not happen again when a later generation repeats the step."""
     kind: Free[Annotated[str, AfterValidator(fault_word("OWN_KINDS"))]] = "SIGKILL"
-    """Kind of fault: see ``OWN_KINDS`` in ``elastic/sim/faults.py``."""
+    """Kind of fault: see ``OWN_KINDS`` in ``elastic/protocol/faults.py``."""

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from elastic.code.imports import did_you_mean
 from elastic.errors import JobError
-from elastic.imports import did_you_mean
 
 Model = type[BaseModel]
 Where = Callable[[str, str], str]

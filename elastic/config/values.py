@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
 
+from elastic.code.imports import VARIABLE, did_you_mean, split
+from elastic.code.objects import MAIN, Given, named
 from elastic.errors import CodeError
-from elastic.imports import VARIABLE, did_you_mean, split
-from elastic.objects import MAIN, Given, named
 from storage.objects.urls import folder_of
 
 NAME_LETTERS = 200
@@ -321,10 +321,10 @@ def own_folder(path: str) -> str:
 
 
 def fault_word(vocabulary: Literal["OWN_KINDS", "Point"]) -> Callable[[str], str]:
-    """Returns a check that a word belongs to ``vocabulary`` of ``elastic/sim/faults.py``."""
+    """Returns a check that a word belongs to ``vocabulary`` of ``elastic/protocol/faults.py``."""
 
     def check(word: str) -> str:
-        from elastic.sim import faults  # only jobs with faults need the simulator's vocabulary
+        from elastic.protocol import faults
 
         known = list(getattr(faults, vocabulary))
         if word not in known:

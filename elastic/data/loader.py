@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from elastic.code.imports import failure
 from elastic.data.apart import Draws, NoDraws, apart, seed_of
 from elastic.data.cursor import Cursor
 from elastic.data.readers import Readers
 from elastic.errors import DataError
-from elastic.imports import failure
 from elastic.plan.batch import Deal
 from storage.errors import Unavailable
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from elastic.code.imports import load, unknown_argument
 from elastic.data.loader import Batch, Dataset, Ids
 from elastic.data.rows import dataset_of
 from elastic.errors import DataError
-from elastic.imports import load, unknown_argument
 
 PART = {"dataset": "elastic.data.tokens:TokenDataset", "args": {}}
 """Settings of a part, with the values that it has without them."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from elastic.code.imports import arguments, failure, load, users_traceback
 from elastic.data.apart import apart, seed_of
 from elastic.data.loader import Dataset, batch_of
 from elastic.data.readers import send
 from elastic.data.rows import dataset_of
 from elastic.errors import DataError, ElasticError
-from elastic.imports import arguments, failure, load, users_traceback
 from storage.errors import Unavailable
 
 

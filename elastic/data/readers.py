@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from elastic.code.imports import Elsewhere
 from elastic.errors import DataError
-from elastic.imports import Elsewhere
 
 PROGRAM = """
 import json, sys

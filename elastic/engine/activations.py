@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from elastic.engine import fp8
-from elastic.engine.axes.visits import parameters_of
 from elastic.engine.host_memory import host_memory
+from elastic.engine.parameters.visits import parameters_of
 from elastic.engine.streams import stream
 from elastic.models.spec import ShardingTable, each_once
 

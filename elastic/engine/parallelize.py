@@ -11,26 +11,26 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from elastic.code.imports import failure
 from elastic.engine.activations import apply_activations
-from elastic.engine.axes.base import Parameters
-from elastic.engine.axes.gathers import COLLECTIVES
-from elastic.engine.axes.split import Split, apply_fp8_gather, apply_fsdp, apply_sync, keep_streams, keep_their_kind, settle
-from elastic.engine.axes.visits import Visits
-from elastic.engine.axes.whole import Whole
 from elastic.engine.batch_norm import Statistics, apply_batch_norm
 from elastic.engine.compile import INDUCTOR, apply_compile
 from elastic.engine.fp8 import apply_fp8
-from elastic.engine.groups import apply_groups
 from elastic.engine.loss_scale import is_scaled
-from elastic.engine.memory import apply_recompute
+from elastic.engine.parameters.base import Parameters
+from elastic.engine.parameters.gathers import COLLECTIVES
+from elastic.engine.parameters.split import Split, apply_fp8_gather, apply_fsdp, apply_sync, keep_streams, keep_their_kind, settle
+from elastic.engine.parameters.visits import Visits
+from elastic.engine.parameters.whole import Whole
 from elastic.engine.precision import precision_of
+from elastic.engine.recomputation import apply_recompute
+from elastic.engine.recomputed_groups import apply_groups
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Scheme
 from elastic.engine.sync.collective import Collective
 from elastic.engine.sync.ordered import Ordered
 from elastic.engine.world import World
 from elastic.errors import JobError, ModelError
-from elastic.imports import failure
 from elastic.job import Job
 from elastic.kernels.attention import PACKAGE, Kernel, open_flash_4
 from elastic.models.spec import ShardingTable

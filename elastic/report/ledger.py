@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elastic.control.codec import Segment, checked, decode, field_after
 from elastic.ids import Version
+from elastic.journal.codec import Segment, checked, decode, field_after
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.lineage import Lineage, contains
 

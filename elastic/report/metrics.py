@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic.control import codec
 from elastic.ids import Version
+from elastic.journal import codec
 from elastic.protocol.commit_record import Outcome, Validated
 from elastic.protocol.events import Evaluated, StepDone, Work
 from elastic.protocol.lineage import Lineage, contains

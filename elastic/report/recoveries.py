@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.control import codec
+from elastic.journal import codec
 
 
 @dataclass

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.control import codec
-from elastic.control.codec import Segment
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
+from elastic.journal import codec
+from elastic.journal.codec import Segment
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Work
@@ -171,7 +171,7 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
     """Yields each record for which this version, called ``code``, decides otherwise.
 
     ``rules`` are for segments without rules of their own.  Raises :class:`ValueError` if there are no rules, and
-    :class:`~elastic.control.codec.UnknownFormat` if this version cannot read the journal.
+    :class:`~elastic.journal.codec.UnknownFormat` if this version cannot read the journal.
     """
     for snapshot, records in map(codec.checked, segments):
         recorded = snapshot.get("rules")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from elastic.control import codec
 from elastic.ids import Version
+from elastic.journal import codec
 from elastic.plan.layout import Layout
 from elastic.report.recoveries import Recovery, number, recoveries
 

@@ -1,4 +1,4 @@
-"""Tells with which code a run was made, and refuses to go on with other code unasked (:mod:`elastic.sources` finds the files).
+"""Tells with which code a run was made, and refuses to go on with other code unasked (:mod:`elastic.code.sources` finds the files).
 
 Each set of files with which the run trained is a note (:mod:`elastic.runs.notes`), with the version from which it goes on and what had
 changed.  If one is damaged, nobody knows with which code some steps were made.
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from elastic.code.sources import Sources, sources_of
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.runs.branches import overtook
 from elastic.runs.notes import Since, made_by
 from elastic.runs.run import Run
-from elastic.sources import Sources, sources_of
 from storage.errors import Exists
 from storage.numbered import Numbered
 from storage.objects import ObjectStore

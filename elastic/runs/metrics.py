@@ -21,12 +21,12 @@ from heapq import merge
 from itertools import islice
 from typing import NamedTuple
 
+from elastic.code.imports import failure
 from elastic.config.values import without_secrets
-from elastic.control import codec
 from elastic.engine.optim.schedule import rate_for_readers
 from elastic.ids import Version
-from elastic.imports import failure
 from elastic.job import Job
+from elastic.journal import codec
 from elastic.protocol.lineage import Lineage, contains, cut, tip
 from elastic.report.best import Loss
 from elastic.report.metrics import VALIDATION, Row, Rows, json_line, row_from, version_of

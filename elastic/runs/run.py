@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import elastic
-from elastic.control import codec
+from elastic.code.imports import version_of
 from elastic.control.evolve import evolve
 from elastic.control.run import TERMINAL, Ended, Finished, RunState
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import NodeId, Version
-from elastic.imports import version_of
 from elastic.job import Job
+from elastic.journal import codec
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Found, furthest
 from elastic.protocol.lineage import Lineage, contains

@@ -25,8 +25,8 @@ from elastic.protocol.events import (
     ShardSaved,
     StartFailed,
 )
+from elastic.protocol.faults import Kind
 from elastic.protocol.plan import Plan
-from elastic.sim.faults import Kind
 from elastic.sim.memory import Shelf, held_at
 from elastic.sim.network import Way
 from elastic.sim.truth import check_manifest, covers

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from elastic.protocol.faults import from_json, to_json
 from elastic.sim.coverage import Coverage, coverage_table, missing, run_in_processes
-from elastic.sim.faults import from_json, to_json
 from elastic.sim.minimise import minimised
 from elastic.sim.scenario import Scenario
 from elastic.sim.simulation import simulate

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from elastic.control import codec
 from elastic.control.inbox import Inbox
 from elastic.control.machine import Transition
 from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.control.takeover import STOOD_S
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.journal import codec
 from elastic.protocol import actions as do
 from elastic.protocol.events import Attached, Event, Recovered, Renewed, Said, ShardSaved, StopRequested, Tick, Together, parts
 from elastic.sim.journals import Journal, Record

@@ -11,13 +11,13 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from elastic.control import codec
 from elastic.control.run import RunState
 from elastic.ids import NodeId, Version
+from elastic.journal import codec
 from elastic.protocol import authority, lineage
 from elastic.protocol.events import Beat, Event, KeeperLost, KeeperUp, Stumbled
+from elastic.protocol.faults import Kind
 from elastic.sim.coordinator import AGAIN_S, Advance, Coordinator
-from elastic.sim.faults import Kind
 from elastic.sim.journals import InBucket, Journal, Read, Record
 from elastic.sim.worker import Worker
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from elastic.control.run import State
+from elastic.protocol import faults
 from elastic.protocol.events import Evaluated, Fact
-from elastic.sim import faults
-from elastic.sim.faults import Kind
+from elastic.protocol.faults import Kind
 from elastic.sim.simulation import Report, simulate
 from elastic.sim.violation import Violation
 

@@ -14,8 +14,8 @@ from elastic.plan.copy_budget import slots_for
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import NO_COPIES, Copied, Outcome
 from elastic.protocol.copy_schedule import Copies, Copy, NoRoom, SaveRule
+from elastic.protocol.faults import Point
 from elastic.protocol.plan import Plan
-from elastic.sim.faults import Point
 
 if TYPE_CHECKING:
     from elastic.sim.cluster import Cluster

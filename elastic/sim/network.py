@@ -13,8 +13,8 @@ from enum import StrEnum
 from typing import Any
 
 from elastic.ids import NodeId
+from elastic.protocol.faults import Kind
 from elastic.sim.clock import Clock
-from elastic.sim.faults import Kind
 
 REPEATED_S = 0.5
 """Time in seconds after which a message that must arrive is sent again."""

@@ -9,7 +9,7 @@ from elastic.ids import NodeId, WorkerId
 from elastic.sim.network import Way
 
 if TYPE_CHECKING:
-    from elastic.sim.faults import Point
+    from elastic.protocol.faults import Point
     from elastic.sim.simulation import Simulation
     from elastic.sim.world import World
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from elastic.control.rules import Rules
 from elastic.ids import NodeId
 from elastic.plan.layout import LayoutRule
-from elastic.sim.faults import SIMULATED_POINTS, STATES, Fault, Kind, draw
+from elastic.protocol.faults import SIMULATED_POINTS, STATES, Fault, Kind, draw
 from storage.slices import Tensor
 
 ROWS = ((8,), (7, 3), (12, 5, 1))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from elastic.protocol.faults import FATAL, LASTING, SHARED_KINDS, Fault, Kind, Point
 from elastic.sim.cluster import Node
-from elastic.sim.faults import FATAL, LASTING, SHARED_KINDS, Fault, Kind, Point
 from elastic.sim.network import Way
 from elastic.sim.worker import Worker
 

@@ -5,7 +5,7 @@ It has lines of ``seconds,event,node`` in order, in which the event is "add" or 
 
 from __future__ import annotations
 
-from elastic.sim.faults import Fault, Kind
+from elastic.protocol.faults import Fault, Kind
 from elastic.sim.scenario import LAYOUTS, Scenario, small_rules
 
 STEPS_A_SECOND = 0.5

@@ -18,9 +18,9 @@ from elastic.plan.transfer import Holding
 from elastic.protocol.actions import Settle
 from elastic.protocol.commit_record import ENDS, Outcome
 from elastic.protocol.events import Broken, Ends, Fenced, Here, Joined, Progress, Ready, Starting, StepDone
+from elastic.protocol.faults import Point
 from elastic.protocol.member import Member
 from elastic.protocol.plan import Plan
-from elastic.sim.faults import Point
 from elastic.sim.memory import Memory
 from elastic.sim.network import Way
 from elastic.sim.process import Process

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic import sinks
+from elastic.code.imports import PACKAGES, arguments, did_you_mean, load
 from elastic.errors import CodeError
-from elastic.imports import PACKAGES, arguments, did_you_mean, load
 from elastic.report.metrics import Row
 from storage.errors import Damaged, Exists, Missing
 from storage.objects import ObjectStore

@@ -16,8 +16,8 @@ from types import FrameType, TracebackType
 
 from torch import nn
 
-from elastic.engine.axes.gathers import before_calls
 from elastic.engine.batch_norm import about_one_value
+from elastic.engine.parameters.gathers import before_calls
 from elastic.errors import LoopError
 from elastic.job import Job
 from elastic.train.effects import Effects

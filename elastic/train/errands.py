@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from elastic.code.imports import failure
 from elastic.data.sources import Document
 from elastic.data.tokenizer import Bytes, Encoder
 from elastic.errors import FencedOff, ModelError
 from elastic.ids import Version
-from elastic.imports import failure
 from elastic.job import Job
 from elastic.protocol.commit_record import told_of
 from elastic.runs import asked as recorded
@@ -28,8 +28,8 @@ from elastic.runs import owed
 from elastic.runs.owed import Debt, Failure
 from elastic.runs.run import Run
 from elastic.state.shard import DTYPES
+from elastic.train.alone.revisit import evaluate_between
 from elastic.train.model import BUFFERS, build_model, builder_of
-from elastic.train.revisit import evaluate_between
 from elastic.train.session import held_out_of, opened
 from elastic.train.step import Session, microbatch_seed
 from storage.checkpoints import Checkpoints, Reader

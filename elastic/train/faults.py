@@ -34,7 +34,7 @@ KINDS = (
     "device_assert",
     "clock_skew",
 )
-"""Faults that a worker can perform on itself, named as in ``elastic/sim/faults.py``."""
+"""Faults that a worker can perform on itself, named as in ``elastic/protocol/faults.py``."""
 INSIDE = ("forward", "backward")
 """Points that lie inside the model."""
 

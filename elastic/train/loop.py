@@ -17,30 +17,30 @@ from functools import partial
 
 import torch
 
-from elastic.engine.axes.split import tell_of_reads
+from elastic.code.imports import less_memory
 from elastic.engine.parallelize import scheme_of
+from elastic.engine.parameters.split import tell_of_reads
 from elastic.engine.stores import join_store
 from elastic.engine.world import World
 from elastic.errors import AbortStuck, FencedOff
 from elastic.ids import Version
-from elastic.imports import less_memory
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import ENDS, GO_ON, CommitShape, Outcome, Score, Validated, better_of
 from elastic.protocol.events import Broken, Ends, Evaluated, Event, Here, Ready, StepDone
 from elastic.protocol.plan import Plan
-from elastic.state.heal import Healing, home_of, nothing
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import classify, in_its_words, plainly, tell_where_all_stand, touch
 from elastic.train.context import Context
 from elastic.train.effects import Effects
 from elastic.train.errands import validate_by_spare
 from elastic.train.faults import Seat
-from elastic.train.inventory import decay_line, memory_line
+from elastic.train.gauges.inventory import decay_line, memory_line
+from elastic.train.gauges.own_metrics import Metrics
+from elastic.train.gauges.profiler import Profiler
+from elastic.train.heal import Healing, home_of, nothing
 from elastic.train.machine.interface import interface
 from elastic.train.model import State
 from elastic.train.orders import Controlled, Leave, Settled, Went
-from elastic.train.own_metrics import Metrics
-from elastic.train.profiler import Profiler
 from elastic.train.step import Session, Step, update
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints

@@ -18,27 +18,27 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from elastic.code.imports import arguments, failure, less_memory, load, unknown_argument
 from elastic.config.values import without_secrets
 from elastic.engine import paged
-from elastic.engine.axes.base import shape_of
-from elastic.engine.axes.whole import Whole
 from elastic.engine.layers import Layers
 from elastic.engine.loss_scale import SCALARS, is_scaled
 from elastic.engine.meta import without_memory
 from elastic.engine.optim.base import Optimizer, Part, Rule, dtype_of_average
 from elastic.engine.optim.groups import decays, parameter_groups
 from elastic.engine.parallelize import matrices_of, parallelize, sharding_table, shared_across, unlike_within, without_dimensions
+from elastic.engine.parameters.base import shape_of
+from elastic.engine.parameters.whole import Whole
 from elastic.engine.spikes import Spikes
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
 from elastic.ids import Cell
-from elastic.imports import arguments, failure, less_memory, load, unknown_argument
 from elastic.job import Job
 from elastic.plan.placement import cell_of, held
 from elastic.state.shard import DTYPE_NAMES, DTYPES, Home, Key, Shard
 from elastic.state.streaming import Moments, fetch, group_bytes, groups_of, put, through
-from elastic.train.arithmetic import Arithmetic
-from elastic.train.guards import Guard
+from elastic.train.checks.guards import Guard
+from elastic.train.gauges.arithmetic import Arithmetic
 from storage.errors import Unavailable
 from storage.slices import AVERAGE, Tensor, Version, nbytes
 

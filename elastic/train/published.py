@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.code.imports import failure, load
 from elastic.data.mixture import Mixture
 from elastic.data.tokenizer import CONFIGURATIONS, DEFINITION, files_of
 from elastic.errors import CodeError, ElasticError, ModelError
 from elastic.ids import Version
-from elastic.imports import failure, load
 from elastic.job import Job
 from elastic.models.spec import Equivalent
 from elastic.runs import code

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import elastic
+from elastic.code.imports import arguments, code_digest, load, own_digest, unknown_argument, version_of
 from elastic.config.values import without_secrets
 from elastic.data.cursor import Cursor, Lengths
 from elastic.data.loader import Dataset, Loader
@@ -27,7 +28,6 @@ from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.schedule import check_schedule
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import CodeError, DataError, ElasticError, JobError, NoRoomYet
-from elastic.imports import arguments, code_digest, load, own_digest, unknown_argument, version_of
 from elastic.job import Job
 from elastic.plan.copy_budget import amount, no_room, slots_a_worker, slots_for
 from elastic.plan.layout import Layout, after_a_loss
@@ -39,8 +39,8 @@ from elastic.state.node_memory import alone, copies_here, filesystem, free_disk,
 from elastic.state.region import Region, frame, slot_sizes
 from elastic.state.snapshot import Snapshots
 from elastic.train.context import Context, standard
-from elastic.train.counters import Counters
 from elastic.train.faults import Faults, Seat
+from elastic.train.gauges.counters import Counters
 from elastic.train.machine.device import need_of
 from elastic.train.machine.gpus import LAUNCHES
 from elastic.train.machine.interface import choose

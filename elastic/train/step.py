@@ -18,19 +18,19 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from elastic.code.imports import failure
 from elastic.config.sections import UNUSED_SINCE
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader
-from elastic.engine.axes.split import tell_of_views
 from elastic.engine.loss import next_token
-from elastic.engine.memory import tell_of_selective
 from elastic.engine.norm import squared_norms, tree_sum
 from elastic.engine.optim.base import Rule
 from elastic.engine.optim.schedule import own_rate_of
+from elastic.engine.parameters.split import tell_of_views
+from elastic.engine.recomputation import tell_of_selective
 from elastic.engine.world import TO_HOST, World
 from elastic.errors import LoopError, LossError, ModelError
 from elastic.ids import Version
-from elastic.imports import failure
 from elastic.job import Job
 from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import (
@@ -47,15 +47,15 @@ from elastic.protocol.copy_schedule import due
 from elastic.state.snapshot import Snapshots
 from elastic.train.apply_fence import ApplyFence
 from elastic.train.blame import in_a_collective
-from elastic.train.counters import Counters
+from elastic.train.checks.shapes import expect_shapes
 from elastic.train.faults import Faults
-from elastic.train.inventory import memory_by_class
-from elastic.train.meter import Meter
+from elastic.train.gauges.counters import Counters
+from elastic.train.gauges.inventory import memory_by_class
+from elastic.train.gauges.meter import Meter
+from elastic.train.gauges.own_metrics import Metrics, checked_metrics
 from elastic.train.model import Builder, State
-from elastic.train.own_metrics import Metrics, checked_metrics
 from elastic.train.record import blank_record, fill_record
 from elastic.train.replicas import compare
-from elastic.train.shapes import expect_shapes
 from elastic.train.terms import CONTRACT, expect_no_means, expect_sum, wrong_count
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]

@@ -22,7 +22,7 @@ from elastic.errors import LossError
 from elastic.plan.placement import reporters
 from elastic.protocol.commit_record import Validated, is_count
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.contract import without_compiling
+from elastic.train.checks.contract import without_compiling
 from elastic.train.model import State
 from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
 from elastic.train.terms import wrong_count

@@ -24,7 +24,7 @@ from elastic.plan.memory import first_roomy
 from elastic.plan.placement import cell_of
 from elastic.protocol.copy_schedule import Copy
 from elastic.state.staging import STREAMS, StagingStream
-from elastic.train.contract import check_loss
+from elastic.train.checks.contract import check_loss
 from elastic.train.machine.device import fitting_shard, fitting_whole, memory_of, most_shards, policies_of
 from elastic.train.model import BUFFERS, State
 from elastic.train.step import Session, compare_tokens, loss_of

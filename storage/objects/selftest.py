@@ -30,7 +30,7 @@ def check(store: ObjectStore, run: str) -> float:
     """Raises :class:`Unavailable` if the bucket breaks a promise; the message says which, and what to do.  Leaves nothing in the bucket.
 
     Returns how many seconds late the bucket lists a new object, 0 if it lists it at once.  What was written before the call is listed when
-    it returns.  A folder is not tested here: of one the file system decides (``elastic/train/bucket.py``).
+    it returns.  A folder is not tested here: of one the file system decides (``elastic/train/checks/bucket.py``).
     """
     if store.local:
         return 0.0

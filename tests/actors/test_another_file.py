@@ -17,7 +17,7 @@ from actors.launch import start
 from elastic.control.run import Stopped
 from elastic.job import Job
 from elastic.runs.run import Run
-from elastic.train.preflight import preflight
+from elastic.train.checks.preflight import preflight
 from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml
 from tests.support.patience import until

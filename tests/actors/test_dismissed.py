@@ -27,7 +27,7 @@ from elastic.protocol.events import Event, Lost
 from elastic.protocol.member import Member
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.counters import segment
+from elastic.train.gauges.counters import segment
 from storage.objects import ObjectStore
 from tests.support.chaos import Story, act_by, assert_nothing_left, comes, trial
 from tests.support.patience import PATIENCE_S, until

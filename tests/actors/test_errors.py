@@ -15,7 +15,7 @@ from elastic.data.cursor import Cursor
 from elastic.job import Job
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from tests.support.chaos import Trial, assert_nothing_left, exported_hash, samples, trial
 from tests.support.commands import assert_no_actor_left, user_job, user_package
 from tests.support.job_file import to_toml

@@ -33,7 +33,7 @@ from elastic.protocol.authority import DEPOSED
 from elastic.protocol.events import StepDone
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from storage.journal import owners
 from storage.journal.replicas import WRITER
 from tests.support import warm

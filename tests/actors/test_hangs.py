@@ -25,7 +25,7 @@ from elastic.job import Job
 from elastic.protocol.events import KeeperLost
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
-from elastic.train.counters import OPERATIONS
+from elastic.train.gauges.counters import OPERATIONS
 from tests.support.chaos import ASK_S, Trial, Witness, alone, assert_nothing_left, assert_survived, formed, trial
 from tests.support.patience import PATIENCE_S
 from tests.support.room import Room

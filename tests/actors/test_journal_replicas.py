@@ -12,10 +12,10 @@ import pytest
 import ray
 
 from actors.journal_replicas import JournalReplicas
-from elastic.control import codec
 from elastic.control.decision import Transition
 from elastic.control.run import RunState
 from elastic.ids import NodeId
+from elastic.journal import codec
 from elastic.protocol.authority import Authority
 from elastic.protocol.events import Tick
 from elastic.runs.run import Run

@@ -12,7 +12,7 @@ import ray
 
 from actors import cluster, launch, living
 from actors.view import View
-from elastic.control import codec
+from elastic.journal import codec
 from elastic.report.ledger import ledger
 from elastic.runs.run import Run
 from tests.support.chaos import Witness, alone, assert_nothing_left, formed, samples, trial

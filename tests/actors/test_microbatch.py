@@ -18,7 +18,7 @@ from elastic.errors import JobError, PlatformGaveUp
 from elastic.plan.memory import USABLE
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run
-from elastic.train.estimate import by_recompute, tensors_of_job
+from elastic.train.checks.estimate import by_recompute, tensors_of_job
 from tests.support.chaos import alone, assert_nothing_left, trial
 from tests.support.toys import LIGHT, toy_job
 

@@ -22,7 +22,7 @@ from elastic.control.takeover import UNREAD
 from elastic.job import Job
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from storage.checkpoints import Checkpoints
 from tests.benchmarks.storm import SHARDS
 from tests.support.chaos import REDONE, Trial, Witness, assert_bytes, assert_nothing_left, exported_hash, formed, samples, trial

@@ -31,7 +31,7 @@ from elastic.ids import WorkerId
 from elastic.protocol.events import Event, KeeperLost, KeeperUp
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
-from elastic.train.counters import Counters, segment, writer_lives
+from elastic.train.gauges.counters import Counters, segment, writer_lives
 from storage.journal.replicas import folder_of
 from tests.support.chaos import Witness, assert_nothing_left, trial
 from tests.support.commands import assert_no_actor_left
@@ -199,7 +199,7 @@ def test_a_run_that_ends_while_a_worker_starts_leaves_nothing(tmp_path: Path) ->
 MAKES = """
 import sys
 from actors.processes import entered
-from elastic.train.counters import Counters, segment
+from elastic.train.gauges.counters import Counters, segment
 
 def wait():
     print("waits", flush=True)

@@ -27,7 +27,7 @@ from elastic.errors import JobError, PlatformGaveUp, Refused
 from elastic.job import Job
 from elastic.protocol.builds import Build
 from elastic.runs.run import Run
-from elastic.train.preflight import preflight
+from elastic.train.checks.preflight import preflight
 from tests.support.commands import FORK, assert_no_actor_left
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S, until

@@ -19,9 +19,9 @@ from actors.chaos import Chaos
 from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.job import Job
+from elastic.protocol.faults import Fault, Kind
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
-from elastic.sim.faults import Fault, Kind
 from storage.objects import ObjectStore
 from storage.objects.s3 import S3
 from tests.support.buckets import allow, enter

@@ -19,7 +19,7 @@ import ray
 
 from actors.heads import reachable
 from actors.processes import Process, end_on_sigterm, started, sweep
-from elastic.train.counters import Counters, segment
+from elastic.train.gauges.counters import Counters, segment
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import StillRunning, Watched
 
@@ -132,7 +132,7 @@ def test_a_handle_of_a_dead_process_does_not_speak_of_the_next_one_with_its_numb
 
 WRITES = """
 import os, sys, time
-from elastic.train.counters import Counters, segment
+from elastic.train.gauges.counters import Counters, segment
 counters = Counters(segment("swept-0001-abcdef", sys.argv[1]), create=True)
 counters["pid"] = os.getpid()
 print("written", flush=True)

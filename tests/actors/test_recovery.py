@@ -16,7 +16,7 @@ from elastic.plan.memory import USABLE
 from elastic.protocol.lineage import tip
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from elastic.train.model import build_model, builder_of
 from tests.actors.conftest import DIED, DIES
 from tests.support.chaos import REDONE, Trial, Witness, alone, assert_nothing_left, exported_hash, formed, samples, trial

@@ -19,7 +19,7 @@ from elastic.job import Job
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs import restarts
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from tests.support.chaos import assert_nothing_left, exported_hash, trial
 from tests.support.job_file import to_toml
 from tests.support.toys import LIGHT, toy_job

@@ -14,7 +14,7 @@ from actors.view import View
 from elastic.job import Job
 from elastic.report.story import Line, Sentence
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from tests.support.chaos import Witness, alone, assert_nothing_left, trial
 from tests.support.toys import toy_job
 

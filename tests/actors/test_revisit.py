@@ -11,7 +11,7 @@ from actors.cli import main
 from elastic.errors import JobError
 from elastic.runs.metrics import rows_of
 from elastic.runs.run import Run
-from elastic.train.revisit import rerun_here
+from elastic.train.alone.revisit import rerun_here
 from tests.runs.test_forks import job_of, trained
 from tests.support.chaos import Trial
 from tests.support.job_file import to_toml

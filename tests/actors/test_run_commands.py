@@ -28,8 +28,8 @@ from actors.view import View
 from elastic.ids import WorkerId
 from elastic.job import Job
 from elastic.runs.run import Run
-from elastic.train.counters import Counters, segment
-from elastic.train.preflight import preflight
+from elastic.train.checks.preflight import preflight
+from elastic.train.gauges.counters import Counters, segment
 from tests.support.commands import ROOT, Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml
 from tests.support.patience import PATIENCE_S, until

@@ -10,12 +10,12 @@ import pytest
 
 import elastic
 from actors.coordinator import Coordinator
-from elastic.control import codec
 from elastic.control.decision import Transition
 from elastic.control.inbox import Inbox
 from elastic.control.run import RunState
 from elastic.control.takeover import STOOD_S
 from elastic.ids import NodeId
+from elastic.journal import codec
 from elastic.protocol import events as ev
 from elastic.protocol.actions import StartWorkers
 from storage import journal

@@ -17,7 +17,7 @@ from actors.cli import main
 from actors.living import attach
 from elastic.job import Job
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from tests.support.chaos import alone, exported_hash
 from tests.support.commands import Command, assert_no_actor_left, view_of
 from tests.support.job_file import to_toml

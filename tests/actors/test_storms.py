@@ -13,7 +13,7 @@ import pytest
 from actors.chaos import Chaos
 from actors.view import View
 from elastic.data.cursor import Cursor
-from elastic.sim.faults import Fault, Kind
+from elastic.protocol.faults import Fault, Kind
 from tests.benchmarks.storm import SHARDS, Storm, judge
 from tests.support.chaos import Witness, trial
 from tests.support.commands import ROOT

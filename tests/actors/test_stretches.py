@@ -14,7 +14,7 @@ from elastic.data.cursor import Cursor
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from tests.actors.test_failover import Killer, running
 from tests.support.chaos import assert_nothing_left, exported_hash, samples, trial
 from tests.support.toys import LIGHT, toy_job

@@ -19,10 +19,10 @@ from actors.living import attach
 from actors.view import View
 from elastic.data.cursor import Cursor
 from elastic.ids import Version
+from elastic.protocol.faults import Fault, Kind, Point, to_json
 from elastic.report.story import Line, Sentence
 from elastic.runs.run import Run
-from elastic.sim.faults import Fault, Kind, Point, to_json
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from storage.objects import ObjectStore
 from tests.support.chaos import Witness, assert_nothing_left, exported_hash, formed, samples, trial
 from tests.support.commands import assert_no_actor_left

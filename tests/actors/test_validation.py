@@ -15,8 +15,8 @@ from actors.cli import main
 from actors.launch import launch
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
-from elastic.train.local import run_local
-from elastic.train.revisit import evaluate_here
+from elastic.train.alone.local import run_local
+from elastic.train.alone.revisit import evaluate_here
 from tests.support.chaos import alone, exported_hash
 from tests.support.job_file import to_toml
 from tests.support.own_loops import steps_in

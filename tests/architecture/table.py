@@ -20,7 +20,7 @@ class Row:
 
 
 DOCUMENTS = ("storage.background", "storage.documents", "storage.errors")
-NAMES = ("elastic.ids", "elastic.errors", "elastic.imports", "elastic.threads", "storage.slices")
+NAMES = ("elastic.ids", "elastic.errors", "elastic.code.imports", "elastic.threads", "storage.slices")
 
 IMPORTS = {
     "storage": Row(("storage.errors",), ("blake3",)),
@@ -39,21 +39,37 @@ IMPORTS = {
     "storage.datasets": Row(("storage.datasets.*", "storage.objects.*", *DOCUMENTS), ("blake3", "numpy", "pyarrow")),
     "elastic.ids": Row(("storage.slices",)),
     "elastic.errors": Row(),
-    "elastic.objects": Row(),
-    "elastic.imports": Row(("elastic.errors", "elastic.objects")),
+    "elastic.code.objects": Row(),
+    "elastic.code.imports": Row(("elastic.errors", "elastic.code.objects")),
     "elastic.threads": Row(),
     "elastic.plan": Row(("elastic.plan.*", "elastic.ids", "storage.slices")),
     "elastic.protocol": Row(("elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")),
     "elastic.control": Row(("elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")),
-    "elastic.sim": Row(
-        ("elastic.sim.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "elastic.errors", "storage.slices")
+    "elastic.journal": Row(
+        ("elastic.journal.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids", "storage.slices")
     ),
-    "elastic.report": Row(("elastic.report.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")),
+    "elastic.code": Row(),
+    "elastic.sim": Row(
+        (
+            *("elastic.sim.*", "elastic.control.*", "elastic.journal.*", "elastic.protocol.*", "elastic.plan.*"),
+            *("elastic.ids", "elastic.errors", "storage.slices"),
+        )
+    ),
+    "elastic.report": Row(
+        ("elastic.report.*", "elastic.journal.*", "elastic.control.*", "elastic.protocol.*", "elastic.plan.*", "elastic.ids")
+    ),
     "elastic.report.page": Row(("elastic.report.*", "elastic.ids", "elastic.plan.copy_budget"), ("numpy",)),
     "elastic.report.page.draw": Row(("elastic.report.*",), ("matplotlib", "numpy")),
     "elastic.report.page.html": Row(("elastic.report.*", "elastic.plan.copy_budget"), ("jinja2",)),
     "elastic.config": Row(
-        ("elastic.config.*", "elastic.errors", "elastic.imports", "elastic.objects", "elastic.sim.faults", "storage.objects.urls"),
+        (
+            "elastic.config.*",
+            "elastic.errors",
+            "elastic.code.imports",
+            "elastic.code.objects",
+            "elastic.protocol.faults",
+            "storage.objects.urls",
+        ),
         ("pydantic",),
     ),
     "elastic.config.agreement": Row(("elastic.config.sections", "elastic.job", "elastic.plan.mixture")),
@@ -62,7 +78,7 @@ IMPORTS = {
             "elastic.config.*",
             "elastic.control.rules",
             "elastic.errors",
-            "elastic.objects",
+            "elastic.code.objects",
             "elastic.plan.*",
             "elastic.protocol.copy_schedule",
         ),
@@ -74,7 +90,7 @@ IMPORTS = {
         ("elastic.job", "elastic.config.values", "elastic.plan.stretches", "elastic.runs.notes", "storage.*", *NAMES)
     ),
     "elastic.runs.forks": Row(("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "storage.*", *NAMES)),
-    "elastic.sources": Row(("elastic.objects", *NAMES)),
+    "elastic.code.sources": Row(("elastic.code.objects", *NAMES)),
     "elastic.runs.alone": Row(("elastic.control.run", "elastic.runs.notes", "storage.*", *NAMES)),
     "elastic.runs.receipts": Row(("elastic.plan.layout", *NAMES)),
     "elastic.runs.run": Row(
@@ -85,6 +101,7 @@ IMPORTS = {
                 "elastic.runs.branches",
                 "elastic.runs.forks",
                 "elastic.runs.notes",
+                "elastic.journal.*",
                 "elastic.control.*",
                 "elastic.protocol.*",
                 "elastic.plan.*",
@@ -94,7 +111,7 @@ IMPORTS = {
         )
     ),
     "elastic.runs.code": Row(
-        ("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "elastic.runs.run", "elastic.sources", "storage.*", *NAMES)
+        ("elastic.job", "elastic.runs.branches", "elastic.runs.notes", "elastic.runs.run", "elastic.code.sources", "storage.*", *NAMES)
     ),
     "elastic.runs.deleted": Row(("elastic.runs.branches", "elastic.runs.run", "storage.errors")),
     "elastic.runs.harmed": Row(("elastic.runs.metrics", "elastic.runs.run", "storage.*")),
@@ -166,7 +183,7 @@ IMPORTS = {
     "elastic.runs.restarts": Row(("elastic.control.*", "elastic.runs.run", *NAMES)),
     "elastic.runs.metrics": Row(
         (
-            *("elastic.runs.branches", "elastic.control.codec", "elastic.engine.optim.schedule", "elastic.runs.notes", "elastic.job"),
+            *("elastic.runs.branches", "elastic.journal.codec", "elastic.engine.optim.schedule", "elastic.runs.notes", "elastic.job"),
             *(
                 "elastic.config.values",
                 "elastic.protocol.lineage",
@@ -211,7 +228,7 @@ IMPORTS = {
                 "elastic.job",
                 "storage.*",
             ),
-            *("elastic.train.counters", "elastic.train.model", "elastic.train.step"),
+            *("elastic.train.gauges.counters", "elastic.train.model", "elastic.train.step"),
             *NAMES,
         ),
         ("torch",),
@@ -267,12 +284,12 @@ IMPORTS = {
                 "elastic.runs.resume",
                 "elastic.runs.validations",
             ),
-            *("elastic.runs.retention", "elastic.sinks.port", "elastic.sources", "elastic.kernels.attention", *NAMES),
+            *("elastic.runs.retention", "elastic.sinks.port", "elastic.code.sources", "elastic.kernels.attention", *NAMES),
         ),
         ("numpy", "torch"),
     ),
     "elastic": Row(("actors.launch", "elastic.errors", "elastic.job")),
-    "elastic.__main__": Row(("actors.cli", "elastic.errors", "elastic.imports")),
+    "elastic.__main__": Row(("actors.cli", "elastic.errors", "elastic.code.imports")),
     "actors": Row(("actors.*", "elastic.*", "storage.*"), ("ray", "rich", "torch")),
     "actors.heads": Row(("elastic.errors",), ("grpc", "ray")),
     "examples": Row(
@@ -297,7 +314,7 @@ GROUPS = frozenset(
 SEAM = "elastic/engine/world.py"
 
 ENVIRONMENT = {
-    "elastic/imports.py": "an argument of the user's code may be the value of one, so that a secret is written nowhere",
+    "elastic/code/imports.py": "an argument of the user's code may be the value of one, so that a secret is written nowhere",
     "actors/cluster.py": "Ray's own variables, before it is joined",
     "actors/own_cluster.py": "Ray's own variables, before it starts",
     "actors/submitted.py": "Ray's own variable, by which a command knows that it was submitted",
@@ -310,19 +327,19 @@ ENVIRONMENT = {
 BOUNDARIES = {
     "actors/": "processes begin and end here",
     "elastic/train/loop.py": "whatever the user's code raises goes to the coordinator",
-    "elastic/train/local.py": "whatever the user's code raises, the steps before it are saved",
+    "elastic/train/alone/local.py": "whatever the user's code raises, the steps before it are saved",
     "elastic/train/context.py": "whatever the user's loop has made of the error of a step, that error goes on",
-    "elastic/train/profiler.py": "whatever keeps a profile from being made is told, and training goes on without it",
+    "elastic/train/gauges/profiler.py": "whatever keeps a profile from being made is told, and training goes on without it",
     "elastic/state/snapshot.py": "a copy that fails ends the thread that makes it, never the step",
     "elastic/state/uploader.py": "whatever ends the thread that uploads goes to the keeper, which waits for its part",
     "elastic/engine/paged.py": "whatever the user's initialisation makes of values that were lost is done again with the true ones",
-    "elastic/train/contract.py": "the user's code need not work with other numbers of samples than that of a microbatch",
-    "elastic/train/plain.py": "what cannot be watched, or evaluated, in plain torch is computed without that",
-    "elastic/train/trial.py": "whatever the user's code raises in plain torch it raises again in a step, or it becomes a sentence",
+    "elastic/train/checks/contract.py": "the user's code need not work with other numbers of samples than that of a microbatch",
+    "elastic/train/checks/plain.py": "what cannot be watched, or evaluated, in plain torch is computed without that",
+    "elastic/train/checks/trial.py": "whatever the user's code raises in plain torch it raises again in a step, or it becomes a sentence",
     "elastic/train/errands.py": "whatever the user's code raises while it writes text, or a spare validates, is noted, and tried again",
     "elastic/train/published.py": "whatever the user's model or dataset raises while an export is made, the weights are written",
     "elastic/train/warmup.py": "whatever the user's code raises before the first step it raises again in it",
-    "elastic/train/microbatch.py": "whatever the user's model or loss raises with tensors that have no values becomes a sentence",
+    "elastic/train/checks/microbatch.py": "whatever the user's model or loss raises with tensors that have no values becomes a sentence",
     "elastic/data/loader.py": "whatever the user's dataset raises in the reading thread is raised where its samples are used",
     "elastic/data/reader.py": "whatever the user's dataset raises while a reader opens it becomes a sentence",
     "elastic/train/model.py": "whatever the user's model raises while it is built becomes a sentence",
@@ -332,8 +349,8 @@ BOUNDARIES = {
     "storage/background.py": "whatever ends a thread is raised where its result is waited for",
     "elastic/threads.py": "whatever ends a thread's work is told, and the work begins anew or the process ends",
     "elastic/runs/metrics.py": "whatever a sink of the user's raises is told, and the run goes on",
-    "elastic/objects.py": "whatever an object of the user's raises while it is looked at, its type must do",
-    "elastic/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
+    "elastic/code/objects.py": "whatever an object of the user's raises while it is looked at, its type must do",
+    "elastic/code/imports.py": "whatever the user's module raises while it is imported becomes a sentence",
 }
 """Places that may catch every exception, and why."""
 

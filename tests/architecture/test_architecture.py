@@ -198,7 +198,7 @@ def run_blocked(code: str) -> subprocess.CompletedProcess[str]:
 def test_what_decides_and_plans_imports_nothing_installed() -> None:
     """Decisions run where torch, Ray, pydantic and numpy are not installed."""
     done = run_blocked(
-        "import elastic.control.machine, elastic.control.codec, elastic.plan.transfer, elastic.sim, storage.slices, elastic; dir(elastic)"
+        "import elastic.control.machine, elastic.journal.codec, elastic.plan.transfer, elastic.sim, storage.slices, elastic; dir(elastic)"
     )
     assert done.returncode == 0, done.stderr
 

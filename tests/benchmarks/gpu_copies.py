@@ -29,12 +29,12 @@ from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
 from elastic.state import staging
 from elastic.state.digest import digests
-from elastic.state.heal import nothing
 from elastic.state.hosts import Chunk, _fill, _range
 from elastic.state.region import Region, frame
 from elastic.state.shard import DTYPES, Shard
 from elastic.state.snapshot import Snapshots
 from elastic.state.staging import StagingStream
+from elastic.train.heal import nothing
 from elastic.train.model import tensors_of
 from storage.background import begin
 from tests.support.cells import cell, shard_slice

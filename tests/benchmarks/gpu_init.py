@@ -27,8 +27,8 @@ def child(folder: str, layers: int, seq: int, began: float) -> None:
 
     from elastic.job import Job
     from elastic.report.story import Line, StepLine
-    from elastic.state import heal
-    from elastic.train.local import run_local
+    from elastic.train import heal
+    from elastic.train.alone.local import run_local
 
     init_s, peaks, initialise = list[float](), list[int](), heal.initialise
 

@@ -43,8 +43,8 @@ from elastic.job import Job
 from elastic.report.recoveries import Recovery, recoveries
 from elastic.report.story import Line, StepLine
 from elastic.runs.run import Run
-from elastic.train.counters import FOLDER as SEGMENTS
-from elastic.train.counters import Counters
+from elastic.train.gauges.counters import FOLDER as SEGMENTS
+from elastic.train.gauges.counters import Counters
 from storage.checkpoints import MANIFEST
 from tests.benchmarks.gpu_scenarios import DEADLINES, Killer, Scenario, compiled_of, deaths, memory_of, scenarios, transports_of
 from tests.benchmarks.peers.nodes import VARIABLES

@@ -9,7 +9,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from elastic.control import codec
+from elastic.journal import codec
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.events import StepDone
 from storage.journal import Journal, newest, records

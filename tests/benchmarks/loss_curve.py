@@ -32,13 +32,13 @@ import torch
 from actors import cluster
 from actors.launch import launch
 from actors.living import attach
+from elastic.code.imports import load
 from elastic.data.prepare import prepare
-from elastic.imports import load
 from elastic.job import Job
 from elastic.report.ledger import ledger
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run
-from elastic.train.counters import Counters, segment
+from elastic.train.gauges.counters import Counters, segment
 from tests.benchmarks.gpu_recovery import content_hash
 from tests.support.processes import Watched
 

@@ -29,7 +29,7 @@ import ray
 from actors import cluster, own_cluster
 from actors.launch import launch
 from elastic.runs.run import Run
-from elastic.train.counters import Counters, segment
+from elastic.train.gauges.counters import Counters, segment
 from storage.objects import ObjectStore
 from tests.support.toys import toy_job
 

@@ -33,12 +33,12 @@ from actors.launch import Result, launch
 from actors.living import attach, reap
 from actors.view import View
 from elastic.job import Job
+from elastic.protocol.faults import Fault, Kind, draw
 from elastic.report.ledger import ledger
 from elastic.report.replay import differences
 from elastic.report.story import Line, Sentence
 from elastic.runs.run import Run
-from elastic.sim.faults import Fault, Kind, draw
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from storage import journal
 from tests.benchmarks.recovery import where
 from tests.support.chaos import Witness, exported_hash, formed, samples

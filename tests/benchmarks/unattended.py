@@ -46,7 +46,7 @@ from elastic.engine.loss import next_token
 from elastic.job import Job
 from elastic.report.story import Line, Scored, Sentence, StepLine
 from elastic.runs.run import Run
-from elastic.train.counters import Counters, segment
+from elastic.train.gauges.counters import Counters, segment
 from tests.benchmarks.gpu_recovery import start as begin
 
 NEAR = 0.01

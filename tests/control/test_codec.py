@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control import codec
-from elastic.control.codec import UnknownFormat, decode, decode_event, decode_run, encode, fold
-from elastic.control.deltas import Misfit
 from elastic.control.machine import advance
 from elastic.control.run import RunState, State
 from elastic.ids import Version, WorkerId
+from elastic.journal import codec
+from elastic.journal.codec import UnknownFormat, decode, decode_event, decode_run, encode, fold
+from elastic.journal.deltas import Misfit
 from elastic.protocol.actions import Action
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Event, Here, Recovered, SaveFailed, StepDone, Tick

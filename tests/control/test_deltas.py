@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control.codec import decode_run, encode
-from elastic.control.deltas import SAME, Misfit, delta, patched
 from elastic.control.evolve import evolve
 from elastic.control.run import Answer, Members, RunState, Stopping, Worker
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.journal.codec import decode_run, encode
+from elastic.journal.deltas import SAME, Misfit, delta, patched
 from elastic.protocol.commit_record import Outcome
 from tests.control.play import outcome, stepping
 from tests.control.test_codec import FEW, through_json

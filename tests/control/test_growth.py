@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control.codec import decode_run, encode
 from elastic.control.growth import HOSTS, UNKNOWN_S, after_leaving, judge
 from elastic.control.liveness import Watch
 from elastic.control.run import Cluster, Forming, Members, Running, RunState, Waiting, Worker
 from elastic.ids import NodeId, WorkerId
+from elastic.journal.codec import decode_run, encode
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Form, Pause, StartWorkers
 from elastic.protocol.builds import Build

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control import codec
 from elastic.control.health import WINDOW, Health, judge
-from elastic.control.packed import pack_layers, unpack_layers
 from elastic.control.rules import WatchRule
 from elastic.control.run import RunState
 from elastic.ids import Version, WorkerId
+from elastic.journal import codec
+from elastic.journal.packed import pack_layers, unpack_layers
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import Fenced, StepDone
 from elastic.report.replay import differences, tell

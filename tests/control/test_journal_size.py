@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from elastic.control import codec
 from elastic.control.decision import Transition
 from elastic.control.run import Forming, Running, RunState, Stopping
 from elastic.ids import Version, WorkerId
+from elastic.journal import codec
 from elastic.plan.layout import LayoutRule
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome

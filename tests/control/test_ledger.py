@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from elastic.control import codec
 from elastic.control.run import Finished
 from elastic.ids import Version, WorkerId
+from elastic.journal import codec
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.events import Fenced, StepDone
 from elastic.report.ledger import ledger

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control import codec
 from elastic.control.run import Finished, Finishing, Forming, Running
 from elastic.ids import Version, WorkerId
+from elastic.journal import codec
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import ENDS, GO_ON, Validated
 from elastic.protocol.plan import Plan

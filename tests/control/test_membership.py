@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from elastic.control import membership
-from elastic.control.codec import changes, decode_run, encode
 from elastic.control.decision import Decision
 from elastic.control.run import Failed, Forming, Running, Waiting
 from elastic.control.seating import candidates
 from elastic.ids import NodeId, WorkerId
+from elastic.journal.codec import changes, decode_run, encode
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Kill, StartWorkers
 from elastic.protocol.builds import Build, difference

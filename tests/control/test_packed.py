@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control import codec
-from elastic.control.packed import pack, unpack
+from elastic.journal import codec
+from elastic.journal.packed import pack, unpack
 from elastic.protocol.commit_record import Outcome
 
 pytestmark = pytest.mark.fast

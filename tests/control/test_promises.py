@@ -9,12 +9,12 @@ from random import Random
 
 import pytest
 
-from elastic.control import codec
-from elastic.control.codec import decode_event, decode_run
 from elastic.control.edges import ALLOWED
 from elastic.control.machine import Transition, advance
 from elastic.control.run import RunState, Stopping
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.journal import codec
+from elastic.journal.codec import decode_event, decode_run
 from elastic.plan.layout import LayoutRule
 from elastic.plan.transfer import Holding
 from elastic.protocol import events as ev

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from actors.cli import main
-from elastic.control import codec
 from elastic.control.decision import Transition
 from elastic.control.rules import Rules
 from elastic.control.run import RunState
 from elastic.ids import Version
+from elastic.journal import codec
 from elastic.protocol.commit_record import Usage
 from elastic.protocol.events import Recovered, StepDone
 from elastic.report.replay import action_line, differences, tell

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control import codec
 from elastic.control.run import RunState
 from elastic.ids import Version, WorkerId
+from elastic.journal import codec
 from elastic.plan.retention import Keep
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Retain

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control import codec
 from elastic.control.rules import WatchRule
 from elastic.control.run import Failed, Finished, Finishing, Running, RunState, Stopping
 from elastic.control.skips import KEPT, Skips, Steps, note
 from elastic.ids import Version, WorkerId
+from elastic.journal import codec
 from elastic.protocol.actions import Pause
 from elastic.protocol.commit_record import SAVE_AND_PAUSE, Outcome, Spike
 from elastic.protocol.events import StepDone, StopRequested

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from elastic.control import codec
 from elastic.control.liveness import Watch
 from elastic.control.run import Finished, Finishing, Forming, Running, RunState, Saves, Stopped, Stopping, Waiting
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.journal import codec
 from elastic.protocol import events as ev
 from elastic.protocol.actions import CommitManifest, Exit, Fence, Form, Go, Kill, Pause, Settle, Upload
 from elastic.protocol.commit_record import GO_ON

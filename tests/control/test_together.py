@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control import codec
 from elastic.control.inbox import AT_ONCE, BEATS, MANY, Inbox
 from elastic.control.machine import advance
 from elastic.control.run import Forming, RunState
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.journal import codec
 from elastic.protocol import events as ev
 from elastic.protocol.actions import Action
 from elastic.report.recoveries import recoveries

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control import codec
 from elastic.control.run import Failed, Finished, Finishing, Running
 from elastic.ids import Version, WorkerId
+from elastic.journal import codec
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome, Score, Validated
 from elastic.report.best import Loss, enough

@@ -14,7 +14,7 @@ from elastic.data.prepare import prepare
 from elastic.data.tokens import TokenDataset
 from elastic.errors import DataError, JobError
 from elastic.job import Job
-from elastic.train.counters import Counters
+from elastic.train.gauges.counters import Counters
 from elastic.train.session import make_session
 from tests.support.toys import Sums, toy_job
 

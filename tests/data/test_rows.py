@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
+from elastic.code.imports import users_traceback
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader, batch_of
 from elastic.data.readers import Readers
 from elastic.data.rows import SAMPLED, Rows, dataset_of
 from elastic.errors import DataError, JobError
-from elastic.imports import users_traceback
 from elastic.job import Job
 from elastic.runs.data import OF_ROWS
-from elastic.train.local import run_local
-from elastic.train.preflight import preflight
+from elastic.train.alone.local import run_local
+from elastic.train.checks.preflight import preflight
 from tests.support.chaos import exported_hash
 from tests.support.commands import ROOT
 from tests.support.plain_models import STEPS, TWO, WORDS, Net, job_of

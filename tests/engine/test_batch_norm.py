@@ -21,10 +21,10 @@ from elastic.errors import ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.counters import Counters
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
+from elastic.train.checks.preflight import preflight
+from elastic.train.gauges.counters import Counters
 from elastic.train.model import build_model, tensors_of
-from elastic.train.preflight import preflight
 from elastic.train.session import make_session
 from elastic.train.step import microbatch_seed
 from elastic.train.warmup import warm_up

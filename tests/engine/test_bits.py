@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elastic.code.imports import load
 from elastic.data.cursor import Cursor
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.precision import PRECISIONS, Precision
 from elastic.engine.sync.ordered import OrderedReduction
 from elastic.engine.world import World
 from elastic.ids import Version
-from elastic.imports import load
 from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from torch import nn
 
-from elastic.engine.axes.buckets import Bucket, buckets_of, described
+from elastic.engine.parameters.buckets import Bucket, buckets_of, described
 from elastic.engine.world import World
 from elastic.errors import JobError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.plan.layout import Layout
-from elastic.train.preflight import preflight
+from elastic.train.checks.preflight import preflight
 from tests.support.collectives import Calls, counting
 from tests.support.ranks import Ranks
 from tests.support.segments import compute, member

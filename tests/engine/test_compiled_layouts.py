@@ -19,7 +19,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.memory import USABLE
 from elastic.train import warmup
-from elastic.train.counters import Counters
+from elastic.train.gauges.counters import Counters
 from elastic.train.model import build_model, builder_of, tensors_of
 from elastic.train.session import make_session
 from tests.support.ranks import Ranks

@@ -18,8 +18,8 @@ from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.plan.layout import Layout
 from elastic.train.blame import classify
+from elastic.train.checks.preflight import preflight
 from elastic.train.model import build_model, builder_of
-from elastic.train.preflight import preflight
 from tests.engine.test_memory import Watch, grads_of, measured, same, wrapped
 from tests.support.ranks import Ranks
 from tests.support.segments import train, train_here

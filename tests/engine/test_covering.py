@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastic.code.imports import load
 from elastic.data.cursor import Cursor
 from elastic.engine.optim.base import rule_of
 from elastic.engine.optim.schedule import learning_rate
@@ -28,7 +29,6 @@ from elastic.engine.sync.ordered import OrderedReduction
 from elastic.engine.world import World
 from elastic.errors import JobError
 from elastic.ids import Version
-from elastic.imports import load
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome, Validated

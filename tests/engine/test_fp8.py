@@ -14,7 +14,7 @@ from elastic.errors import ModelError
 from elastic.models.llama import build
 from elastic.models.spec import ShardingTable
 from elastic.plan.layout import Layout
-from elastic.train.preflight import preflight
+from elastic.train.checks.preflight import preflight
 from tests.support.ranks import Ranks
 from tests.support.segments import train, train_each, train_here
 from tests.support.toys import small_job

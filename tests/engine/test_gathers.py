@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elastic.engine.axes import gathers
-from elastic.engine.axes.gathers import Gathers
-from elastic.engine.axes.whole import Whole
+from elastic.engine.parameters import gathers
+from elastic.engine.parameters.gathers import Gathers
+from elastic.engine.parameters.whole import Whole
 from elastic.engine.precision import PRECISIONS
 from elastic.engine.sync.ordered import Ordered, OrderedReduction
 from elastic.engine.world import World

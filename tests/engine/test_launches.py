@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from elastic.config.sections import Fault
-from elastic.engine.axes.split import FSDP_STREAMS
 from elastic.engine.optim.base import rule_of
+from elastic.engine.parameters.split import FSDP_STREAMS
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.plan.layout import Layout

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic.control import codec
 from elastic.engine.loss import next_token
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.journal import codec
 from elastic.models import gpt2
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
@@ -22,7 +22,7 @@ from elastic.protocol.events import StepDone
 from elastic.report.metrics import metrics
 from elastic.report.replay import tell
 from elastic.report.story import Line, Sentence, StepLine
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from elastic.train.model import builder_of
 from tests.control.play import stepping
 from tests.support.ranks import Ranks

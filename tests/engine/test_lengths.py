@@ -20,8 +20,8 @@ from elastic.data.loader import Loader
 from elastic.errors import DataError
 from elastic.job import Job
 from elastic.plan.batch import Deal
-from elastic.train import estimate
-from elastic.train.preflight import preflight
+from elastic.train.checks import estimate
+from elastic.train.checks.preflight import preflight
 from elastic.train.session import lengths_of
 from tests.support.segments import train_here
 from tests.support.toys import small_job

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic.engine import groups, memory
+from elastic.engine import recomputation as memory
+from elastic.engine import recomputed_groups as groups
 from elastic.engine.compile import apply_compile
-from elastic.engine.groups import apply_groups
-from elastic.engine.memory import apply_recompute
 from elastic.engine.parallelize import sharding_table
+from elastic.engine.recomputation import apply_recompute
+from elastic.engine.recomputed_groups import apply_groups
 from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.ids import Version

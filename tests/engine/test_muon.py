@@ -25,7 +25,7 @@ from elastic.models.llama import build
 from elastic.plan.axes import chunk
 from elastic.plan.layout import Layout
 from elastic.runs.run import Run
-from elastic.train.counters import Counters
+from elastic.train.gauges.counters import Counters
 from elastic.train.model import build_model, builder_of, tensors_of
 from elastic.train.session import make_session
 from elastic.train.warmup import warm_up

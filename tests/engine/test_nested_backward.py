@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic.engine.axes.whole import Whole
+from elastic.engine.parameters.whole import Whole
 from elastic.engine.precision import PRECISIONS
 from elastic.engine.sync.ordered import Ordered
 from elastic.engine.world import World

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from elastic.engine.axes.whole import Whole
 from elastic.engine.optim.base import rule_of
+from elastic.engine.parameters.whole import Whole
 from elastic.engine.world import World
 from elastic.errors import JobError
 from elastic.ids import Version
@@ -29,11 +29,11 @@ from elastic.state import streaming
 from elastic.state.digest import digests
 from elastic.state.snapshot import Snapshots
 from elastic.state.streaming import SHARES
+from elastic.train.alone.local import run_local
+from elastic.train.checks.preflight import preflight
 from elastic.train.faults import InjectedError
-from elastic.train.local import run_local
 from elastic.train.machine.device import need_of
 from elastic.train.model import build_model, builder_of, tensors_of
-from elastic.train.preflight import preflight
 from tests.support.chaos import alone, exported_hash
 from tests.support.ranks import Ranks
 from tests.support.segments import Member, Part, Trained, compute, member, segment, shard_hash, train, train_each

@@ -27,16 +27,16 @@ from elastic.job import Job
 from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout
 from elastic.protocol.copy_schedule import Copy
-from elastic.state import heal, node_memory
+from elastic.state import node_memory
 from elastic.state.region import Region, frame
 from elastic.state.shard import Home, Key, Shard
 from elastic.state.snapshot import Snapshots
 from elastic.state.streaming import SHARES, Values, _Threads, buffer_gb, group_bytes, groups_of, put, through
 from elastic.state.uploader import check
-from elastic.train import session
-from elastic.train.local import run_local
+from elastic.train import heal, session
+from elastic.train.alone.local import run_local
+from elastic.train.checks.preflight import preflight
 from elastic.train.model import State, build_model, builder_of, bytes_of, tensors_of
-from elastic.train.preflight import preflight
 from storage.slices import Tensor
 from tests.engine.test_offload import in_files
 from tests.support.cells import cell

@@ -18,7 +18,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome
 from elastic.runs.run import Run
-from elastic.train.preflight import preflight
+from elastic.train.checks.preflight import preflight
 from tests.support.carried import hash_after_healing
 from tests.support.ranks import Ranks
 from tests.support.segments import Trained, train, train_here

@@ -15,8 +15,8 @@ from elastic.engine.optim.schedule import learning_rate, learning_rate_of
 from elastic.errors import CodeError, JobError
 from elastic.job import Job
 from elastic.report.story import Line, StepLine
-from elastic.train.local import run_local
-from elastic.train.preflight import preflight
+from elastic.train.alone.local import run_local
+from elastic.train.checks.preflight import preflight
 from tests.support.chaos import exported_hash
 from tests.support.toys import small_job
 

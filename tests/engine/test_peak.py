@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import profile
 
-from elastic.engine.axes.base import Parameters
 from elastic.engine.loss import next_token
 from elastic.engine.parallelize import parallelize
+from elastic.engine.parameters.base import Parameters
 from elastic.engine.peak import calls_of, peak_bytes
 from elastic.engine.world import World
 from elastic.job import Job

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from elastic.engine.axes.split import tell_of_reads
 from elastic.engine.loss import next_token
+from elastic.engine.parameters.split import tell_of_reads
 from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.train.blame import classify
+from elastic.train.checks.preflight import preflight
 from elastic.train.model import build_model, builder_of, in_its_stage
-from elastic.train.preflight import preflight
 from tests.support.ranks import Ranks
 from tests.support.segments import member, train, train_here
 from tests.support.toys import small_job

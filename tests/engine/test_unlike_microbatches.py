@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic.engine.axes import split
 from elastic.engine.loss import next_token
+from elastic.engine.parameters import split
 from elastic.engine.world import World
 from elastic.errors import ModelError, WorldBroken
 from elastic.ids import Version

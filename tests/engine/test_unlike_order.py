@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic.engine.axes.order import difference
+from elastic.engine.parameters.order import difference
 from elastic.engine.world import World
 from elastic.errors import ModelError, WorldBroken
 from elastic.ids import Version

@@ -19,8 +19,8 @@ from elastic.models.llama import build
 from elastic.plan.layout import Layout
 from elastic.protocol.builds import difference
 from elastic.protocol.commit_record import Validated
-from elastic.train.counters import Counters
-from elastic.train.preflight import preflight
+from elastic.train.checks.preflight import preflight
+from elastic.train.gauges.counters import Counters
 from elastic.train.session import build_of, make_session
 from elastic.train.validation import Blocks, validate
 from tests.support.ranks import Ranks

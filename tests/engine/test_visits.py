@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elastic.engine.axes import visits
-from elastic.engine.axes.visits import Visits, parameters_of
-from elastic.engine.axes.whole import Whole
 from elastic.engine.host_memory import host_memory
 from elastic.engine.optim.base import rule_of
 from elastic.engine.parallelize import sharding_table
+from elastic.engine.parameters import visits
+from elastic.engine.parameters.visits import Visits, parameters_of
+from elastic.engine.parameters.whole import Whole
 from elastic.engine.world import World
 from elastic.errors import JobError
 from elastic.ids import Version
@@ -28,9 +28,9 @@ from elastic.job import Job
 from elastic.plan.copy_budget import slots_a_worker
 from elastic.plan.layout import Layout
 from elastic.train import session
-from elastic.train.counters import Counters
-from elastic.train.estimate import classes
+from elastic.train.checks.estimate import classes
 from elastic.train.faults import Faults
+from elastic.train.gauges.counters import Counters
 from elastic.train.machine.device import need_of
 from elastic.train.model import build_model, builder_of, bytes_of, tensors_of
 from tests.engine.test_gathers import Sideways

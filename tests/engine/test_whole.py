@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic.engine.axes.whole import Whole
+from elastic.engine.parameters.whole import Whole
 from elastic.engine.precision import PRECISIONS
 from elastic.engine.sync.ordered import Ordered, OrderedReduction
 from elastic.engine.world import World

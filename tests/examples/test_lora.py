@@ -18,8 +18,8 @@ from elastic.errors import ModelError
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.runs.run import Run
+from elastic.train.checks.preflight import preflight
 from elastic.train.model import build_model, builder_of
-from elastic.train.preflight import preflight
 from tests.support.chaos import alone
 from tests.support.ranks import Ranks
 from tests.support.segments import train

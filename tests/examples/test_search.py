@@ -16,7 +16,7 @@ import pytest
 
 from elastic.data.prepare import prepare
 from elastic.job import Job
-from elastic.train.revisit import evaluate_here
+from elastic.train.alone.revisit import evaluate_here
 from tests.examples.blocks import ROOT
 from tests.support.patience import PATIENCE_S
 

@@ -193,7 +193,7 @@ def run_one(request: Request, pool: Ranks) -> str:
 
 
 def run_alone(world: Any, job: Any) -> None:
-    from elastic.train.local import run_local
+    from elastic.train.alone.local import run_local
 
     world.close()  # a local run forms its own
     state, reason, _ = run_local(job, lambda line: None)

@@ -129,7 +129,7 @@ def unpack(name: str, bucket: Path) -> Any:
 
 def facts(bucket: Path, name: str) -> dict[str, Any]:
     """Returns what the journal of a run says: how much was decided, which steps count and with which losses, how it ended."""
-    from elastic.control import codec
+    from elastic.journal import codec
     from elastic.report.ledger import ledger
     from storage import journal
     from storage.objects import ObjectStore

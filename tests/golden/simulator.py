@@ -12,7 +12,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from elastic.control import codec, machine
+from elastic.control import machine
+from elastic.journal import codec
 from elastic.sim import simulate
 
 SEEDS = range(200)

@@ -13,7 +13,7 @@ from elastic.ids import NodeId
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.state.keeper_store import KeeperStore
-from elastic.train.counters import Counters
+from elastic.train.gauges.counters import Counters
 from elastic.train.machine.compilers import place
 from elastic.train.model import build_model, tensors_of
 from elastic.train.session import build_of, kind_of, make_session

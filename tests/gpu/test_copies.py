@@ -20,13 +20,13 @@ from elastic.protocol.copy_schedule import Copy
 from elastic.protocol.plan import Plan
 from elastic.state import hosts, node_memory, pins, snapshot
 from elastic.state.digest import digests
-from elastic.state.heal import nothing
 from elastic.state.hosts import Access
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import BLOCK, Region, frame
 from elastic.state.shard import Shard
 from elastic.state.snapshot import Snapshots
 from elastic.state.staging import StagingStream
+from elastic.train.heal import nothing
 from tests.state.test_copies import AT, AUTO, SECRET, TENSORS, equal, outcome, shard_of
 from tests.support.cells import cell
 from tests.support.patience import until

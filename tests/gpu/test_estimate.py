@@ -15,8 +15,8 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.memory import NOTHING, USABLE, Need
-from elastic.train.counters import Counters
-from elastic.train.estimate import by_recompute
+from elastic.train.checks.estimate import by_recompute
+from elastic.train.gauges.counters import Counters
 from elastic.train.machine.device import fitting_shard, measured_need, memory_of
 from elastic.train.model import build_model, tensors_of
 from elastic.train.session import make_session

@@ -13,12 +13,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from elastic.engine.axes import gathers, whole
+from elastic.engine.parameters import gathers, whole
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.profiler import Profiler
+from elastic.train.gauges.profiler import Profiler
 from storage.objects import ObjectStore
 from tests.support.ranks import Ranks
 from tests.support.segments import compute, member

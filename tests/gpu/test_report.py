@@ -16,7 +16,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Usage
-from elastic.train.profiler import Profiler
+from elastic.train.gauges.profiler import Profiler
 from storage.objects import ObjectStore
 from tests.support.ranks import Ranks
 from tests.support.segments import member, shard_hash

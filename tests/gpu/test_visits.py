@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from elastic.engine.axes import visits
-from elastic.engine.axes.visits import Visits, absent
-from elastic.engine.axes.whole import Whole
+from elastic.engine.parameters import visits
+from elastic.engine.parameters.visits import Visits, absent
+from elastic.engine.parameters.whole import Whole
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job

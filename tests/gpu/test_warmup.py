@@ -11,7 +11,7 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.counters import Counters
+from elastic.train.gauges.counters import Counters
 from elastic.train.model import build_model, tensors_of
 from elastic.train.session import make_session
 from elastic.train.warmup import warm_up

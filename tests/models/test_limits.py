@@ -11,8 +11,8 @@ from torch import Tensor
 
 from elastic.engine.loss import next_token
 from elastic.errors import JobError, ModelError
-from elastic.train.local import run_local
-from elastic.train.preflight import preflight
+from elastic.train.alone.local import run_local
+from elastic.train.checks.preflight import preflight
 from storage.datasets import Coding, write_dataset
 from storage.objects import ObjectStore
 from tests.data.texts import numbered

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic.engine.groups import apply_groups
+from elastic.code.imports import code_digest, load
 from elastic.engine.loss import next_token
-from elastic.engine.memory import apply_recompute
 from elastic.engine.parallelize import apply_kernels
+from elastic.engine.recomputation import apply_recompute
+from elastic.engine.recomputed_groups import apply_groups
 from elastic.errors import CodeError
-from elastic.imports import code_digest, load
 from elastic.kernels.attention import Kernel
 from elastic.models.spec import ShardingTable
 from elastic.plan.layout import Layout
-from elastic.train.preflight import preflight
+from elastic.train.checks.preflight import preflight
 from tests.engine.test_paged import paged, same
 from tests.support.initialised import plain
 from tests.support.patience import PATIENCE_S

@@ -14,7 +14,7 @@ from elastic.engine.parallelize import apply_kernels
 from elastic.errors import ModelError
 from elastic.kernels.attention import Kernel
 from elastic.plan.layout import Layout
-from elastic.train.preflight import preflight
+from elastic.train.checks.preflight import preflight
 from storage.datasets import Coding, write_dataset
 from storage.objects import ObjectStore
 from tests.data.texts import numbered

@@ -14,8 +14,8 @@ import torch
 
 from actors.cli import main
 from actors.cli.report_command import facts_of
-from elastic.control import codec
 from elastic.ids import Version, WorkerId
+from elastic.journal import codec
 from elastic.plan.retention import Keep, Rule, reasons
 from elastic.protocol import events as ev
 from elastic.protocol.commit_record import Outcome, Usage
@@ -29,7 +29,7 @@ from elastic.report.story import StepLine
 from elastic.report.timeline import FORMED, LOST, Moment, Save, Timeline, World
 from elastic.report.words import duration, percent, shown
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from storage import journal
 from tests.control.play import Play, reformed, stepping
 from tests.control.test_takeover import folded

@@ -14,9 +14,9 @@ import pytest
 from actors.cli import checkpoint_commands
 from actors.cli.branch_commands import described
 from actors.cli.report_command import facts_of
-from elastic.control import codec
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.journal import codec
 from elastic.plan.layout import Layout
 from elastic.plan.retention import Keep
 from elastic.protocol.actions import Retain
@@ -32,7 +32,7 @@ from elastic.runs.owed import Debt
 from elastic.runs.resume import best_of, start_of
 from elastic.runs.retention import judge, look
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from storage.journal import Journal
 from tests.control.play import but, stepping
 from tests.runs.test_metrics import Written

@@ -18,8 +18,8 @@ from elastic.report.story import Line, Scored, StepLine
 from elastic.runs import resume, validations
 from elastic.runs.metrics import origin_rows, rows_of, stored, with_origin
 from elastic.runs.run import Run
-from elastic.train import local
-from elastic.train.local import run_local
+from elastic.train.alone import local
+from elastic.train.alone.local import run_local
 from elastic.train.validation import validate
 from storage import journal
 from storage.errors import Damaged

@@ -24,7 +24,7 @@ from elastic.report.story import Line, StepLine
 from elastic.runs import alone, resume
 from elastic.runs.resume import Start
 from elastic.runs.run import LOCAL, Run
-from elastic.train import local
+from elastic.train.alone import local
 from storage.checkpoints import Checkpoints
 from storage.objects import ObjectStore
 from tests.control.play import stepping

@@ -15,11 +15,11 @@ import pytest
 
 from actors.cli import main
 from actors.launch import launch
-from elastic.control import codec
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.errors import CodeError, JobError
 from elastic.ids import Version
 from elastic.job import Job
+from elastic.journal import codec
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, Outcome, Usage, Validated
 from elastic.protocol.events import StepDone, Work
@@ -29,8 +29,8 @@ from elastic.runs import metrics, owed, resume
 from elastic.runs.metrics import Following, places, rows_of, store_rows, stored
 from elastic.runs.owed import Debt
 from elastic.runs.run import Run
-from elastic.train.early import check_early
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
+from elastic.train.checks.early import check_early
 from storage.journal import Journal
 from storage.objects import ObjectStore
 from tests.control.play import Play, reformed, stepping

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic.control import codec
 from elastic.control.machine import Transition
 from elastic.control.run import Failed, RunState, State, Stopped
 from elastic.errors import NoProgress
 from elastic.ids import Version
+from elastic.journal import codec
 from elastic.plan.layout import Layout
 from elastic.protocol.events import Tick
 from elastic.runs import restarts, resume

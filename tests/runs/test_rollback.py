@@ -21,7 +21,7 @@ from elastic.runs import branches, forks, resume
 from elastic.runs.branches import Origin
 from elastic.runs.metrics import rows_of, store_rows
 from elastic.runs.run import Run
-from elastic.train import preflight
+from elastic.train.checks import preflight
 from storage.objects import ObjectStore
 from tests import test_objects
 from tests.runs.test_forks import STATE, job_of, trained

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic.control import codec
 from elastic.control.health import Health
 from elastic.control.run import Failed, Finished, RunState, State, Stopped
 from elastic.control.takeover import UNREAD
 from elastic.errors import JobError
 from elastic.ids import Version, WorkerId
 from elastic.job import NUMERICS, Job
+from elastic.journal import codec
 from elastic.plan.layout import Layout
 from elastic.protocol.authority import Replica
 from elastic.protocol.events import Recovered, StepDone, Tick

@@ -13,7 +13,7 @@ from elastic.runs.branches import FORMAT
 from elastic.runs.metrics import rows_of
 from elastic.runs.resume import checkpoint, start_of
 from elastic.runs.run import Run
-from elastic.train.revisit import evaluate_here, rerun_here
+from elastic.train.alone.revisit import evaluate_here, rerun_here
 from storage.documents import seal, unseal
 from tests.runs.test_forks import FAST, job_of, steps_of, told, trained
 from tests.support.chaos import exported_hash

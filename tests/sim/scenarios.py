@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from elastic.plan.layout import LayoutRule
-from elastic.sim.faults import Fault, Kind, Point, draw
+from elastic.protocol.faults import Fault, Kind, Point, draw
 from elastic.sim.scenario import Scenario, small_rules, weather
 
 CALM = Scenario(rules=small_rules(2, 4, LayoutRule(None, None, 2, "all"), target_step=10, save_every=4))

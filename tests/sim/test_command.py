@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastic.control.rules import Rules
+from elastic.protocol.faults import Fault, Kind, from_json, to_json
 from elastic.sim import command, coverage
-from elastic.sim.faults import Fault, Kind, from_json, to_json
 from elastic.sim.trace import from_trace, scenario_of
 from tests.benchmarks import schedules
 

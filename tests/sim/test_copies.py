@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.protocol.faults import Fault, Kind
 from elastic.sim import Coverage, simulate
-from elastic.sim.faults import Fault, Kind
 from elastic.sim.scenario import Scenario
 from tests.sim.scenarios import CALM, shards
 

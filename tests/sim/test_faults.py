@@ -6,8 +6,8 @@ from hashlib import sha256
 
 import pytest
 
-from elastic.sim import faults
-from elastic.sim.faults import AMOUNTS, FATAL, LASTING, OWN_KINDS, SIMULATED_POINTS, VICTIM, Fault, Kind, draw, from_json, to_json
+from elastic.protocol import faults
+from elastic.protocol.faults import AMOUNTS, FATAL, LASTING, OWN_KINDS, SIMULATED_POINTS, VICTIM, Fault, Kind, draw, from_json, to_json
 
 pytestmark = pytest.mark.fast
 

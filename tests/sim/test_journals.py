@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from elastic.control import codec, machine
-from elastic.control.deltas import Misfit
+from elastic.control import machine
 from elastic.control.machine import Transition
 from elastic.control.rules import Rules
 from elastic.control.run import RunState
+from elastic.journal import codec
+from elastic.journal.deltas import Misfit
 from elastic.protocol.events import Event
 from elastic.report.replay import Difference, differences
 from elastic.sim.simulation import simulate

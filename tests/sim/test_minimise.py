@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from elastic.sim.faults import Fault, draw
+from elastic.protocol.faults import Fault, draw
 from elastic.sim.minimise import minimised
 
 pytestmark = pytest.mark.fast

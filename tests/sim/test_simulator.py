@@ -23,10 +23,10 @@ from elastic.plan.transfer import Holding, covered
 from elastic.protocol.actions import Form
 from elastic.protocol.commit_record import Validated
 from elastic.protocol.events import Attached, Broken, Capacity, Evaluated, Event, Fenced, Joined, Lost, Tick
+from elastic.protocol.faults import SIMULATED_POINTS, Fault, Kind, Point, draw
+from elastic.protocol.faults import STATES as STATES_WITH_FAULTS
 from elastic.sim import Coverage, Violation, simulate
 from elastic.sim.coverage import EVENTS, OVER, STATES, coverage_table, missing, run_in_processes
-from elastic.sim.faults import SIMULATED_POINTS, Fault, Kind, Point, draw
-from elastic.sim.faults import STATES as STATES_WITH_FAULTS
 from elastic.sim.scenario import ROWS, Scenario
 from elastic.sim.simulation import Simulation
 from elastic.sim.truth import covers

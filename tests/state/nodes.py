@@ -15,13 +15,13 @@ from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding, moves
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.plan import Plan
-from elastic.state.heal import nothing
 from elastic.state.hosts import Access, read
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import BLOCK, Region, frame
 from elastic.state.shard import DTYPES, Shard
 from elastic.state.snapshot import NEVER, Snapshots
 from elastic.state.staging import STREAMS, StagingStream
+from elastic.train.heal import nothing
 from storage.slices import Tensor
 from tests.support.cells import cell, shard_slice
 from tests.support.patience import until

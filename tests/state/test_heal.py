@@ -24,11 +24,11 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding, moves
 from elastic.protocol.plan import Plan
-from elastic.state import heal
-from elastic.state.heal import _exchange, nothing
 from elastic.state.shard import Shard
+from elastic.train import heal
 from elastic.train.blame import classify, touch
-from elastic.train.counters import OPERATIONS
+from elastic.train.gauges.counters import OPERATIONS
+from elastic.train.heal import _exchange, nothing
 from elastic.train.model import State, build_model, builder_of, tensors_of
 from elastic.train.step import Session
 from tests.support.carried import Begun, Healed, begin, go_on, holdings

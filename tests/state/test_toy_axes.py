@@ -27,7 +27,6 @@ from elastic.plan.copy_budget import CopyRule
 from elastic.plan.layout import Layout
 from elastic.plan.transfer import Holding, missing, moves
 from elastic.protocol.plan import Plan
-from elastic.state.heal import from_bucket, from_members
 from elastic.state.hosts import Access, read
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
@@ -35,8 +34,9 @@ from elastic.state.shard import DTYPES, Shard
 from elastic.state.snapshot import Snapshots
 from elastic.state.staging import StagingStream
 from elastic.state.uploader import Part, upload
-from elastic.train.counters import Counters
 from elastic.train.faults import Faults
+from elastic.train.gauges.counters import Counters
+from elastic.train.heal import from_bucket, from_members
 from elastic.train.session import make_snapshots
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore

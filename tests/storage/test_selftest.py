@@ -13,7 +13,7 @@ import pytest
 
 from actors.cli import main
 from elastic.runs.run import Run
-from elastic.train.bucket import check_bucket
+from elastic.train.checks.bucket import check_bucket
 from storage.datasets import Coding, write_dataset
 from storage.errors import Unavailable
 from storage.objects import ObjectStore

@@ -125,7 +125,11 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
 
 def kinds(command: Sequence[str]) -> list[str]:
     """Returns as what a command line counts."""
-    if tuple(command[1:4]) == ("-I", "-S", "-c"):  # it waits for the end of a run in its parent (``train/local.py``), and computes 10 ms
+    if tuple(command[1:4]) == (
+        "-I",
+        "-S",
+        "-c",
+    ):  # it waits for the end of a run in its parent (``train/alone/local.py``), and computes 10 ms
         return []
     names = {word.rpartition("/")[2] for word in command}
     if command[0].endswith("++"):

@@ -20,17 +20,17 @@ import ray
 from actors.launch import Result, launch
 from actors.living import attach
 from actors.view import View
-from elastic.control import codec
+from elastic.code.imports import load
 from elastic.data.cursor import Cursor
-from elastic.imports import load
 from elastic.job import Job
+from elastic.journal import codec
 from elastic.protocol.commit_record import Outcome
 from elastic.report.ledger import ledger
 from elastic.report.story import Line, Scored, Sentence, StepLine
 from elastic.runs.run import Run
-from elastic.train.counters import FIELDS, Counters, segment
+from elastic.train.alone.local import run_local
 from elastic.train.faults import EXIT_CODE
-from elastic.train.local import run_local
+from elastic.train.gauges.counters import FIELDS, Counters, segment
 from tests.support.left import GONE_S, left_of
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import Ended, Watched

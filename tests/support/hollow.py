@@ -30,7 +30,7 @@ from elastic.protocol.events import Broken, Event, Here, Joined, Ready, StepDone
 from elastic.protocol.plan import Plan
 from elastic.threads import go_or_end
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.counters import Counters
+from elastic.train.gauges.counters import Counters
 from elastic.train.orders import Controlled, Leave, Settled, Went
 from storage.slices import Version
 from tests.support.cells import classes

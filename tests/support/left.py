@@ -16,7 +16,7 @@ from ray._private import state
 
 from actors import cluster
 from actors.processes import log_folder
-from elastic.train.counters import segment
+from elastic.train.gauges.counters import segment
 from tests.support.processes import actors_of_ours
 
 GONE_S = 30.0

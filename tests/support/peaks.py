@@ -20,7 +20,7 @@ from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.protocol.commit_record import GO_ON
-from elastic.train import estimate
+from elastic.train.checks import estimate
 from elastic.train.step import Step
 from tests.support.segments import member
 

@@ -16,9 +16,9 @@ from elastic.data.cursor import Cursor
 from elastic.engine import paged
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.counters import Counters
+from elastic.train.checks.trial import compare_with_torch
+from elastic.train.gauges.counters import Counters
 from elastic.train.session import make_session
-from elastic.train.trial import compare_with_torch
 from tests.support.toys import toy_job
 
 CPU = torch.device("cpu")

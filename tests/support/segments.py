@@ -22,11 +22,11 @@ from elastic.protocol.commit_record import GO_ON, CommitShape, Outcome
 from elastic.protocol.member import Member as Rules
 from elastic.protocol.plan import Plan
 from elastic.runs.run import Run
-from elastic.state.heal import Healing, home_of
 from elastic.state.shard import Shard
+from elastic.train.alone.local import save_here
 from elastic.train.apply_fence import ApplyFence
-from elastic.train.counters import Counters
-from elastic.train.local import save_here
+from elastic.train.gauges.counters import Counters
+from elastic.train.heal import Healing, home_of
 from elastic.train.model import State, build_model, tensors_of
 from elastic.train.session import make_session, make_snapshots
 from elastic.train.step import Session, Share, Step

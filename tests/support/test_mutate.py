@@ -106,14 +106,14 @@ NAMED: tuple[tuple[str, ...], ...] = (
     ),
     (
         "weights that visit the device stay there",
-        "elastic/engine/axes/visits.py",
+        "elastic/engine/parameters/visits.py",
         "if number or last:",
         "if number and last:",
         "tests/engine/test_visits.py",
     ),
     (
         "a pass without gradients has a part in stage 3",
-        "elastic/engine/axes/split.py",
+        "elastic/engine/parameters/split.py",
         "parts = each.runs or each.passes",
         "parts = each.passes",
         "tests/engine/test_unlike_microbatches.py",

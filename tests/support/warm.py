@@ -28,7 +28,7 @@ SOCKET = "PROCESSES_OF_TESTS"
 MODULES = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._inductor.config", "torch._dynamo", "numpy"),
     *("pyarrow.parquet", "pydantic.main", "blake3", "google.protobuf", "jsonschema", "msgpack", "psutil", "requests", "yaml"),
-    *("elastic.runs.run", "elastic.state.heal", "elastic.train.loop", "elastic.train.session", "tests.support.toys", "s3fs"),
+    *("elastic.runs.run", "elastic.train.heal", "elastic.train.loop", "elastic.train.session", "tests.support.toys", "s3fs"),
 )
 """The modules that workers import, without those of Ray, which reads the environment of its process while it is imported."""
 WORKER = "default_worker.py"

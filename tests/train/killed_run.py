@@ -25,7 +25,7 @@ from typing import Any
 from actors.cli.checkpoint_commands import gc
 from elastic.job import Job
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from storage.checkpoints import Checkpoints
 from storage.slices import Version
 from tests.support.chaos import exported_hash

@@ -16,8 +16,8 @@ from actors.launch import launch
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.runs.run import Run
-from elastic.train.local import run_local
-from elastic.train.revisit import evaluate_here
+from elastic.train.alone.local import run_local
+from elastic.train.alone.revisit import evaluate_here
 from storage.slices import AVERAGE
 from tests.support.carried import hash_after_healing
 from tests.support.plain_models import ADAMW, HALVES, STEPS, TWO, Net, Numbers, job_of, loss, plainly

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from elastic.engine.world import World
 from elastic.errors import StateChanged
 from elastic.ids import Version
-from elastic.train.counters import Counters
+from elastic.train.gauges.counters import Counters
 from elastic.train.model import build_model, tensors_of
 from elastic.train.session import make_session
 from elastic.train.warmup import warm_up

@@ -19,8 +19,8 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.story import StepLine
 from elastic.runs.run import Run
+from elastic.train.alone.local import run_local
 from elastic.train.context import Context
-from elastic.train.local import run_local
 from tests.support.chaos import exported_hash
 from tests.support.ranks import Ranks
 from tests.support.segments import member, train

@@ -24,10 +24,10 @@ from elastic.report.story import Line, Sentence
 from elastic.runs import owed
 from elastic.runs.owed import Debt
 from elastic.runs.run import Run
-from elastic.train.counters import Counters
+from elastic.train.alone.local import run_local
+from elastic.train.alone.revisit import evaluate_between, evaluate_here
 from elastic.train.errands import check_samples, encoder_of, restored
-from elastic.train.local import run_local
-from elastic.train.revisit import evaluate_between, evaluate_here
+from elastic.train.gauges.counters import Counters
 from elastic.train.session import make_session
 from tests.support.chaos import exported_hash
 from tests.support.job_file import to_toml

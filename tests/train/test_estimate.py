@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from actors.cli import main
-from elastic.engine import memory
+from elastic.engine import recomputation as memory
 from elastic.engine.loss import next_token
 from elastic.engine.peak import peak_bytes
 from elastic.engine.world import World
@@ -23,7 +23,7 @@ from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
 from elastic.plan.memory import Transient
-from elastic.train.estimate import (
+from elastic.train.checks.estimate import (
     by_recompute,
     by_stage,
     classes,
@@ -34,8 +34,8 @@ from elastic.train.estimate import (
     tensors_of_job,
     unnamed_policy,
 )
+from elastic.train.checks.preflight import preflight
 from elastic.train.model import build_model, builder_of
-from elastic.train.preflight import preflight
 from elastic.train.session import opened
 from tests.support.job_file import to_toml
 from tests.support.peaks import each_once

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actors.worker import Worker
-from elastic.sim.faults import OWN_KINDS, Kind
+from elastic.protocol.faults import OWN_KINDS, Kind
 from elastic.train import faults
 from elastic.train.faults import Asked, Faults, InjectedError, Seat
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from elastic.engine.world import World
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.counters import Counters
-from elastic.train.estimate import needs, tensors_of_job
+from elastic.train.checks.estimate import needs, tensors_of_job
+from elastic.train.gauges.counters import Counters
 from elastic.train.session import make_session
 from elastic.train.warmup import warm_up
 from tests.support.peaks import Live, measured

@@ -12,7 +12,7 @@ import torch
 from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.preflight import preflight
+from elastic.train.checks.preflight import preflight
 from tests.support.plain_models import HALVES, STEPS, TWO, Net, job_of, plainly, values_of
 from tests.support.ranks import Ranks
 from tests.support.segments import train_each, train_here

@@ -25,8 +25,8 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.llama import build
 from elastic.models.spec import ShardingTable
-from elastic.train.local import run_local
-from elastic.train.preflight import preflight
+from elastic.train.alone.local import run_local
+from elastic.train.checks.preflight import preflight
 from tests.support.opcodes import opcodes
 from tests.support.segments import member
 from tests.support.toys import Sums, toy_job

@@ -17,7 +17,7 @@ from elastic.ids import Version
 from elastic.job import Job
 from elastic.models.llama import build
 from elastic.plan.layout import Layout
-from elastic.train.inventory import decay_line, memory_line
+from elastic.train.gauges.inventory import decay_line, memory_line
 from tests.support.ranks import Ranks
 from tests.support.segments import member
 from tests.support.toys import own, toy_job

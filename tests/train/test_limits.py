@@ -27,8 +27,8 @@ from elastic.state.node_memory import alone, copies_here, free_memory
 from elastic.state.region import PAGE
 from elastic.state.snapshot import Snapshots
 from elastic.train import session
-from elastic.train.counters import Counters
 from elastic.train.faults import Faults
+from elastic.train.gauges.counters import Counters
 from elastic.train.machine import device as machine_device
 from elastic.train.machine.device import fitting_shard, fitting_whole, need_of, states_fitting
 from elastic.train.machine.limits import (
@@ -210,7 +210,7 @@ def test_a_limit_on_locked_memory_below_what_is_pinned_is_named() -> None:
 FULL = """
 import os, sys
 from pathlib import Path
-from elastic.train.counters import FOLDER, Counters, segment
+from elastic.train.gauges.counters import FOLDER, Counters, segment
 from elastic.train.machine.limits import no_segment, shared_memory
 print(no_segment(shared_memory()))
 Counters(segment("fits", "w1"), create=True)["pid"] = 1

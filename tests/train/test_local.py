@@ -22,7 +22,7 @@ from elastic.protocol.commit_record import Outcome
 from elastic.protocol.member import Member
 from elastic.report.story import Line, Scored, Sentence, StepLine
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from tests.support.full_disk import small_disk
 from tests.support.toys import Sums, toy_job
 

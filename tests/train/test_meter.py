@@ -16,7 +16,7 @@ from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome, Usage
 from elastic.protocol.events import Work
 from elastic.report.speed import Speed
-from elastic.train.meter import Meter
+from elastic.train.gauges.meter import Meter
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import Ranks
 from tests.support.segments import member

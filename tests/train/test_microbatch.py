@@ -23,8 +23,8 @@ from elastic.plan.layout import Layout
 from elastic.plan.memory import USABLE
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run
-from elastic.train.local import run_local
-from elastic.train.microbatch import chosen
+from elastic.train.alone.local import run_local
+from elastic.train.checks.microbatch import chosen
 from tests.support.chaos import exported_hash
 from tests.support.job_file import to_toml
 from tests.support.peaks import each_once, measured

@@ -21,7 +21,7 @@ from elastic.errors import CodeError, ModelError
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.counters import Counters
+from elastic.train.gauges.counters import Counters
 from elastic.train.model import State, build_model, builder_of
 from elastic.train.session import make_session
 from storage.errors import Unavailable

@@ -25,11 +25,11 @@ from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, Outcome
 from elastic.report.story import Line, StepLine
 from elastic.runs.run import Run
-from elastic.train import local
+from elastic.train.alone import local
+from elastic.train.alone.local import run_local
+from elastic.train.checks.preflight import preflight
 from elastic.train.context import Context
 from elastic.train.effects import Effects
-from elastic.train.local import run_local
-from elastic.train.preflight import preflight
 from elastic.train.step import Step
 from storage.errors import Unavailable
 from storage.objects import Data, ObjectStore

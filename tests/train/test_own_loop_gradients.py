@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elastic.errors import LossError, StateChanged
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from tests.support.plain_models import Net, job_of, loss
 
 HERE = "tests.train.test_own_loop_gradients"

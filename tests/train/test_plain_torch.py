@@ -21,7 +21,7 @@ from elastic.errors import ModelError, StateChanged
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from tests.support.plain_models import (
     ADAMW,
     CPU,
@@ -143,7 +143,7 @@ def test_a_parameter_without_a_gradient_decayed_before_numerics_5(tmp_path: Path
 
 
 def test_a_parameter_without_dimensions_cannot_be_in_stage_3(tmp_path: Path) -> None:
-    from elastic.train.preflight import preflight
+    from elastic.train.checks.preflight import preflight
 
     with pytest.raises(ModelError, match=r"parallel\.zero = 3: 'temperature' of .* has no dimensions"):
         preflight(job_of(tmp_path, Warm, parallel={"zero": 3}, workers={"max": 2}))

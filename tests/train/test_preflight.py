@@ -22,9 +22,9 @@ from elastic.models.spec import ShardingTable
 from elastic.report.story import StepLine
 from elastic.runs import data
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
+from elastic.train.checks.preflight import NO_ATTENTION, preflight
 from elastic.train.model import build_model, builder_of
-from elastic.train.preflight import NO_ATTENTION, preflight
 from tests.data.texts import write_texts
 from tests.support.chaos import exported_hash
 from tests.support.toys import toy_job

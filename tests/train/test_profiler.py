@@ -14,8 +14,8 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.story import Line, Sentence
 from elastic.runs.run import Run
-from elastic.train.local import run_local
-from elastic.train.profiler import Profiler
+from elastic.train.alone.local import run_local
+from elastic.train.gauges.profiler import Profiler
 from storage.objects import ObjectStore
 from tests.support.ranks import Ranks
 from tests.support.segments import member

@@ -21,8 +21,8 @@ from elastic.errors import ElasticError, JobError
 from elastic.job import Job
 from elastic.models import gpt2, llama
 from elastic.runs.run import Run
+from elastic.train.alone.local import run_local
 from elastic.train.errands import restored
-from elastic.train.local import run_local
 from tests.support.toys import toy_job
 
 TEXT = "What is a llama, and what is a qwen? Größe: 漢字 🎉\n" * 40

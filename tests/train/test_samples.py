@@ -194,7 +194,7 @@ def loss_that_exits(model: nn.Module, batch: Batch) -> Any:
 def test_samples_that_end_the_process_are_named(tmp_path: Path, how: str) -> None:
     """The control exits in the loss."""
     job = deadly(tmp_path, how) if how != "in the loss" else job_of(tmp_path, Net, loss=f"{HERE}:loss_that_exits", trial=False)
-    dying = "import sys; from tests.train.test_samples import *; from elastic.train.local import run_local; "
+    dying = "import sys; from tests.train.test_samples import *; from elastic.train.alone.local import run_local; "
     command = [sys.executable, "-c", f"{dying}run_local(Job.model_validate_json(sys.argv[1]), print)", job.model_dump_json()]
     (tmp_path / "scratch").mkdir()
     environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}

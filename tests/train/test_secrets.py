@@ -17,7 +17,7 @@ from elastic.job import Job
 from elastic.models import llama
 from elastic.report.metrics import Row
 from elastic.runs.run import Run
-from elastic.train.preflight import _check_secrets
+from elastic.train.checks.preflight import _check_secrets
 from tests.support.job_file import to_toml
 from tests.support.toys import LIGHT, Sums, toy_job
 

@@ -17,7 +17,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.story import Line, Sentence
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
 from elastic.train.step import microbatch_seed
 from tests.support.chaos import exported_hash
 from tests.support.ranks import Ranks

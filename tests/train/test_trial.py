@@ -19,10 +19,10 @@ from elastic.engine.compile import apply_compile
 from elastic.engine.parallelize import sharding_table
 from elastic.errors import DataError, ModelError
 from elastic.runs.run import Run
-from elastic.train.local import run_local
+from elastic.train.alone.local import run_local
+from elastic.train.checks.shapes import expect_shapes
 from elastic.train.model import build_model
 from elastic.train.session import make_session
-from elastic.train.shapes import expect_shapes
 from tests.support.plain_models import ADAMW, BF16, WIDTH, WORDS, Assigned, Batch, Net, Numbers, counting, job_of, loss, tried
 from tests.support.toys import Own, toy_job
 
@@ -346,7 +346,7 @@ def test_what_fails_in_plain_torch_too_is_left_to_the_first_step(tmp_path: Path)
 
 
 def test_where_memory_is_short_the_first_layers_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import elastic.train.plain as module
+    import elastic.train.checks.plain as module
 
     job = toy_job(tmp_path)
     parameters = sum(each.nbytes for each in build_model(job, __import__("elastic.models.llama").models.llama.build).parameters())

@@ -19,6 +19,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from elastic.code.imports import arguments, load
 from elastic.config.sections import UNUSED_SINCE, Optim, ParameterGroup
 from elastic.engine import spikes
 from elastic.engine.loss_scale import SCALARS, LossScale, is_scaled
@@ -26,7 +27,6 @@ from elastic.engine.optim.groups import REST
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import CodeError
-from elastic.imports import arguments, load
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from storage.slices import AVERAGE, Slice

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from elastic.code.imports import did_you_mean
 from elastic.config.sections import Optim, ParameterGroup
 from elastic.errors import JobError
-from elastic.imports import did_you_mean
 from elastic.job import Job
 
 REST = ParameterGroup(names=("*",))

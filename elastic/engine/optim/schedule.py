@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
+from elastic.code.imports import arguments, failure, load, unknown_argument
 from elastic.errors import CodeError
-from elastic.imports import arguments, failure, load, unknown_argument
 from elastic.job import Job
 
 TRIED = 2000

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from elastic.code.imports import failure
 from elastic.engine.optim.base import Optimizer, Rule
 from elastic.errors import CodeError
-from elastic.imports import failure
 from elastic.job import Job
 from elastic.protocol.commit_record import Outcome
 from storage.slices import Slice

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from elastic.plan.copy_budget import amount
-from elastic.train.counters import BYTES, FOLDER
+from elastic.train.gauges.counters import BYTES, FOLDER
 
 SEGMENT = -(-BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 """Bytes that the counters of one worker take in ``FOLDER``, rounded up to whole pages."""

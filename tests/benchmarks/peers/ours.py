@@ -16,7 +16,7 @@ from actors.living import attach
 from elastic.report.recoveries import Recovery, recoveries
 from elastic.report.story import Line, Sentence, StepLine
 from elastic.runs.run import Run
-from elastic.train.counters import Counters, segment
+from elastic.train.gauges.counters import Counters, segment
 from tests.benchmarks.peers.drive import until
 from tests.benchmarks.peers.nodes import Nodes, kill
 from tests.benchmarks.peers.toy import MICROBATCHES, MODEL, READ_S, SAVE_EVERY, WORKERS, Mark

@@ -19,12 +19,12 @@ from typing import Any
 
 from actors.coordinator import RARELY
 from actors.perform import MANY
-from elastic.control import codec
 from elastic.control.inbox import Inbox
 from elastic.control.machine import advance
 from elastic.control.rules import Rules
 from elastic.control.run import Forming, Running, RunState, Stopping
 from elastic.ids import NodeId, Version, WorkerId
+from elastic.journal import codec
 from elastic.plan.layout import LayoutRule
 from elastic.plan.placement import cell_of
 from elastic.plan.transfer import Holding

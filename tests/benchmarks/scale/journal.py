@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from elastic.control import codec
 from elastic.control.run import RunState
+from elastic.journal import codec
 from elastic.plan.layout import LayoutRule
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import StepDone

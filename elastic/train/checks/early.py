@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from elastic.code.imports import check_name
 from elastic.config.sections import TOKENS
-from elastic.imports import check_name
 from elastic.job import Job
 from elastic.sinks.port import check_sink
-from elastic.train.bucket import check_bucket, open_bucket
+from elastic.train.checks.bucket import check_bucket, open_bucket
 from elastic.train.machine import interface
 
 
 def check_early(job: Job, *, here: bool = False) -> None:
-    """Raises :class:`~elastic.errors.JobError`, or as :func:`~elastic.train.bucket.check_bucket`.
+    """Raises :class:`~elastic.errors.JobError`, or as :func:`~elastic.train.checks.bucket.check_bucket`.
 
     ``here`` says that all workers will be on this machine.
     """

@@ -11,13 +11,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
+from elastic.code.imports import failure
 from elastic.errors import ElasticError, JobError
-from elastic.imports import failure
 from elastic.job import ROUNDS, Job
 from elastic.plan.copy_budget import amount
 from elastic.plan.memory import USABLE, Need, enough
 from elastic.runs.run import Run
-from elastic.train.estimate import Policy, needs
+from elastic.train.checks.estimate import Policy, needs
 from elastic.train.machine.device import most_shards, must_name_policy, policies_of
 from storage.errors import Unavailable
 

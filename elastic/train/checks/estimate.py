@@ -19,8 +19,8 @@ from elastic.errors import JobError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
 from elastic.plan.memory import NOTHING, Need, Transient, first_roomy, least_shard
-from elastic.train.demands import taken_by_copies
-from elastic.train.inventory import off_device
+from elastic.train.checks.demands import taken_by_copies
+from elastic.train.gauges.inventory import off_device
 from elastic.train.machine.device import all_policies, least_whole, limit_of, most_shards, must_name_policy, need_of, policies_of
 from elastic.train.model import BUFFERS, build_model, builder_of, bytes_of, in_its_stage, tensors_of
 from elastic.train.session import lengths_of, loss_of, opened
@@ -63,7 +63,7 @@ def of_parameters(count: float) -> Iterator[str]:
 def classes(job: Job, tensors: Sequence[Tensor], shards: int, zero: int | None = None) -> dict[str, int]:
     """Returns the bytes that a member holds at the end of a backward pass if ``shards`` members share the state.
 
-    The classes are those of ``train/inventory.py``.  ``zero`` is the stage of ZeRO, if it is not the job's.
+    The classes are those of ``train/gauges/inventory.py``.  ``zero`` is the stage of ZeRO, if it is not the job's.
     """
     need = need_of(job, tensors, zero)
     where = off_device(job)

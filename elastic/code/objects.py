@@ -6,7 +6,7 @@ with the object beside it.  ``actors/objects.py`` brings the object to workers.
 
 A fingerprint is the same wherever the same code runs in the same version of Python.  It is made of what the object computes with: code
 objects, defaults, closures, members of classes, and the globals to which they refer, each of which is a part of its own, so that a
-difference can be named.  What can be imported counts by its name; the files of such modules are read by ``elastic/sources.py``.
+difference can be named.  What can be imported counts by its name; the files of such modules are read by ``elastic/code/sources.py``.
 """
 
 from __future__ import annotations

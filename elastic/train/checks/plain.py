@@ -18,19 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from elastic.engine import paged
-from elastic.engine.axes.base import take_over
 from elastic.engine.dtypes import FORMATS, format_of
 from elastic.engine.optim.groups import decays, parameter_groups
 from elastic.engine.parallelize import aliases_of, sharding_table, tie
+from elastic.engine.parameters.base import take_over
 from elastic.errors import ElasticError, ModelError, StateChanged
 from elastic.job import Job
 from elastic.models.spec import ShardingTable
 from elastic.plan.copy_budget import amount
 from elastic.state.node_memory import free_memory
-from elastic.train.differences import apart_by, summary_of, values_of
-from elastic.train.guards import BUFFER, WRITTEN
+from elastic.train.checks.differences import apart_by, summary_of, values_of
+from elastic.train.checks.guards import BUFFER, WRITTEN
+from elastic.train.checks.remembered import attributes_of, changed
 from elastic.train.model import build_model
-from elastic.train.remembered import attributes_of, changed
 from elastic.train.step import Session, loss_of, microbatch_seed, seed_all
 
 EXACT = 1e-5

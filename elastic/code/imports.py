@@ -23,8 +23,8 @@ from symtable import symtable
 from types import ModuleType
 from typing import Any
 
+from elastic.code.objects import OBJECT, Given
 from elastic.errors import CodeError, JobError
-from elastic.objects import OBJECT, Given
 
 PACKAGES = ("elastic", "actors", "storage")
 VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
@@ -64,7 +64,7 @@ def load(path: str, setting: str = "") -> Any:
     if module_name == OBJECT:
         raise CodeError(
             f"{named} is code of the script or notebook that began the run, and nobody here has it; go on from that script, by "
-            f"launch(Job(...)) with the same functions, or look at it there by evaluate_here or rerun_here of elastic.train.revisit"
+            f"launch(Job(...)) with the same functions, or look at it there by evaluate_here or rerun_here of elastic.train.alone.revisit"
         )
     module = _module(named, module_name)
     try:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from elastic.engine.axes.base import shape_of
+from elastic.engine.parameters.base import shape_of
 from elastic.engine.streams import stream
 from elastic.engine.world import World
 from elastic.plan.axes import chunk_size

@@ -24,21 +24,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from elastic.code.imports import failure
 from elastic.config.sections import UNUSED_SINCE
 from elastic.data.apart import apart
 from elastic.engine.optim.schedule import learning_rate_of
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
 from elastic.ids import Version
-from elastic.imports import failure
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome, is_count
-from elastic.state.initialise import cut
-from elastic.train.differences import ROUNDED, apart_by, moved, parts_of
+from elastic.train.checks.differences import ROUNDED, apart_by, moved, parts_of
+from elastic.train.checks.plain import Batch, Found, PlainSide, Theirs, TooLarge, TorchOptimizer
+from elastic.train.checks.remembered import changed
+from elastic.train.initialise import cut
 from elastic.train.model import BUFFERS, State, build_model, remedy
-from elastic.train.plain import Batch, Found, PlainSide, Theirs, TooLarge, TorchOptimizer
-from elastic.train.remembered import changed
 from elastic.train.step import Session, compare_tokens
 from storage.errors import Unavailable
 

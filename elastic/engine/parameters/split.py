@@ -23,10 +23,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from elastic.engine.axes.base import Parameters, take_over
-from elastic.engine.axes.order import Order
 from elastic.engine.fp8 import FORWARD, hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of
+from elastic.engine.parameters.base import Parameters, take_over
+from elastic.engine.parameters.order import Order
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Reduction, Scheme

@@ -14,21 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.code.imports import failure
+from elastic.code.sources import Sources, sources_of
 from elastic.config.values import literal_secrets
 from elastic.data.loader import Dataset
 from elastic.data.rows import notes_of
-from elastic.engine.axes.buckets import buckets_of, described
 from elastic.engine.batch_norm import tracking
 from elastic.engine.fp8 import MULTIPLE, layers_of
 from elastic.engine.loss import expect_documents
 from elastic.engine.optim.groups import check_groups
 from elastic.engine.optim.trial import check_rule
 from elastic.engine.parallelize import apply_kernels, has_dropout, sharding_table, shared_across, unlike_within, without_dimensions
+from elastic.engine.parameters.buckets import buckets_of, described
 from elastic.engine.peak import calls_of
 from elastic.engine.precision import PRECISIONS
 from elastic.errors import DataError, JobError, ModelError
 from elastic.ids import Version
-from elastic.imports import failure
 from elastic.job import Job
 from elastic.kernels.attention import Kernel
 from elastic.models.flops import flops_of
@@ -40,14 +41,13 @@ from elastic.runs.branches import Branches, Origin
 from elastic.runs.quarantine import held_in
 from elastic.runs.resume import Start
 from elastic.runs.run import Run
-from elastic.sources import Sources, sources_of
-from elastic.state.heal import WEIGHTS
 from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
-from elastic.train import demands
-from elastic.train.counters import Counters
+from elastic.train.checks import demands
+from elastic.train.checks.estimate import unnamed_policy
 from elastic.train.errands import check_samples
-from elastic.train.estimate import unnamed_policy
+from elastic.train.gauges.counters import Counters
+from elastic.train.heal import WEIGHTS
 from elastic.train.model import AS_IT_IS_THERE, begun_anew, build_model, builder_of, bytes_of, misfit, tensors_of
 from elastic.train.session import build_of, make_session, unlike_held_out
 from elastic.train.step import Session, by_next_token
@@ -81,7 +81,7 @@ class Checked:
 def preflight(
     job: Job, *, local: bool = False, branch: bool = False, accept_code: bool = False, start: Start | None = None, run: Run | None = None
 ) -> Checked:
-    """Checks before a worker starts what :func:`~elastic.train.early.check_early` has not checked.  It leaves nothing in the bucket.
+    """Checks before a worker starts what :func:`~elastic.train.checks.early.check_early` has not checked.  It leaves nothing in the bucket.
 
     Code that has changed since the run's last start is refused, unless ``accept_code`` says that the run may go on with it.  ``start`` says
     whether the run begins from a checkpoint of another one.  ``run`` is the run if the caller has found it.

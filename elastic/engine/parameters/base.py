@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from elastic.engine.axes.order import Order
+from elastic.engine.parameters.order import Order
 
 
 class Parameters(ABC):

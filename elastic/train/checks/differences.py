@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from elastic.train.plain import Found
+    from elastic.train.checks.plain import Found
 
 SMALL = 0.01
 """The part of the largest root mean square of a gradient below which that of a tensor is rounding, and is compared with this part."""

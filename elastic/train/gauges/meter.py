@@ -22,7 +22,7 @@ class Meter:
         self.first = False
         """True in the first step of a generation."""
         self.held: dict[str, int] = {}
-        """Bytes by class that this member held in that step: see ``train/inventory.py``."""
+        """Bytes by class that this member held in that step: see ``train/gauges/inventory.py``."""
 
     def begin(self, generation: int, waited_s: float, device: torch.device) -> None:
         """Begins a step.  Only the first step of a generation begins now; any other began at the record of the step before.

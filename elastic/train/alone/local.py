@@ -20,13 +20,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from elastic.code.imports import users_traceback
 from elastic.control.health import watch
 from elastic.control.run import Finished, RunState, Stopped
 from elastic.engine.optim.schedule import rate_for_readers
 from elastic.engine.world import World
 from elastic.errors import ElasticError, JobError, PlatformGaveUp, Refused, StateChanged
 from elastic.ids import NodeId, Version
-from elastic.imports import users_traceback
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.plan.placement import written_by
@@ -47,26 +47,26 @@ from elastic.runs.metrics import Sinks, store_journaled, store_rows
 from elastic.runs.resume import best_of, measured, over_fits
 from elastic.runs.retention import Retention
 from elastic.runs.run import Run
-from elastic.state.heal import Healing, home_of
 from elastic.state.streaming import look_at
 from elastic.state.uploader import name_of
 from elastic.threads import unbroken
+from elastic.train.alone.only_member import WORKER, go
 from elastic.train.apply_fence import ApplyFence
+from elastic.train.checks.contract import check_loss
+from elastic.train.checks.microbatch import decided
+from elastic.train.checks.trial import compare_with_torch
 from elastic.train.context import Context
-from elastic.train.contract import check_loss
-from elastic.train.counters import Counters
 from elastic.train.effects import Effects
 from elastic.train.errands import WORK, pay
-from elastic.train.inventory import decay_line
+from elastic.train.gauges.counters import Counters
+from elastic.train.gauges.inventory import decay_line
+from elastic.train.gauges.own_metrics import Metrics
+from elastic.train.gauges.profiler import Profiler
+from elastic.train.heal import Healing, home_of
 from elastic.train.machine.device import memory_of
-from elastic.train.microbatch import decided
 from elastic.train.model import State, build_model, tensors_of
-from elastic.train.only_member import WORKER, go
-from elastic.train.own_metrics import Metrics
-from elastic.train.profiler import Profiler
 from elastic.train.session import expect_same_samples, fingerprint_of, held_out_of, make_session, make_snapshots, prepare_process
 from elastic.train.step import Session, Step
-from elastic.train.trial import compare_with_torch
 from elastic.train.validation import validate
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import Damaged, Full, StorageError, Unavailable
@@ -77,7 +77,7 @@ import json, os, shutil, sys
 if not sys.stdin.read() and os.path.exists(sys.argv[2]):
     sys.path[:] = json.loads(sys.argv[1])
     from pathlib import Path
-    from elastic.train.counters import Counters
+    from elastic.train.gauges.counters import Counters
     if reading := Counters(Path(sys.argv[2]), create=False).reading:
         print(f"elastic: the process died while it read {reading}: read these alone to see why", file=sys.stderr, flush=True)
     shutil.rmtree(os.path.dirname(sys.argv[2]), ignore_errors=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from elastic.engine.axes.base import Parameters
+from elastic.engine.parameters.base import Parameters
 from elastic.engine.world import World
 from elastic.errors import StateChanged
 

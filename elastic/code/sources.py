@@ -26,8 +26,8 @@ from importlib.metadata import distributions
 from importlib.util import resolve_name
 from pathlib import Path
 
-from elastic.imports import PACKAGES, ROOT, find, python_files, split
-from elastic.objects import Given, parts_of
+from elastic.code.imports import PACKAGES, ROOT, find, python_files, split
+from elastic.code.objects import Given, parts_of
 
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages."""

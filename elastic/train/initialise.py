@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from elastic.engine import paged
-from elastic.engine.axes.base import with_rows
+from elastic.engine.parameters.base import with_rows
 from elastic.errors import JobError, ModelError
 from elastic.plan.copy_budget import amount
 from elastic.plan.placement import held
 from elastic.state.node_memory import SPARE, free_memory
 from elastic.state.shard import DTYPES
-from elastic.train.counters import Counters
+from elastic.train.gauges.counters import Counters
 from elastic.train.model import BUFFERS, Builder, State
 from storage.slices import Tensor
 

@@ -28,11 +28,11 @@ from elastic.runs import forks
 from elastic.runs.branches import Origin
 from elastic.state.digest import digests
 from elastic.state.hosts import Access, read
-from elastic.state.initialise import initialise
 from elastic.state.shard import DTYPES, Home, Key, Shard, place_of
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.state.streaming import look_at
-from elastic.train.counters import OPERATIONS
+from elastic.train.gauges.counters import OPERATIONS
+from elastic.train.initialise import initialise
 from elastic.train.model import AS_IT_IS_THERE, BUFFERS, State, begun_anew, misfit
 from elastic.train.step import Session
 from storage.background import begin

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from elastic.engine.axes.base import Parameters, in_place_of, with_rows
-from elastic.engine.axes.buckets import buckets_of
-from elastic.engine.axes.gathers import COLLECTIVES, Gathers, Weight, ends_of
-from elastic.engine.axes.visits import Visits, absent
 from elastic.engine.fp8 import hold
 from elastic.engine.fp8_weights import Fp8Weights, weights_of
+from elastic.engine.parameters.base import Parameters, in_place_of, with_rows
+from elastic.engine.parameters.buckets import buckets_of
+from elastic.engine.parameters.gathers import COLLECTIVES, Gathers, Weight, ends_of
+from elastic.engine.parameters.visits import Visits, absent
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
 from elastic.engine.sync.base import Reduction, Scheme

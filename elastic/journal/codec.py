@@ -19,12 +19,12 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from elastic.control import packed
 from elastic.control.decision import Transition
-from elastic.control.deltas import SAME, delta, patched
 from elastic.control.evolve import evolve
 from elastic.control.rules import Rules
 from elastic.control.run import Finished, RunState
+from elastic.journal import packed
+from elastic.journal.deltas import SAME, delta, patched
 from elastic.protocol.actions import Retain
 from elastic.protocol.commit_record import Outcome
 from elastic.protocol.events import (

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from elastic.engine.axes.gathers import COLLECTIVES, Old
 from elastic.engine.host_memory import host_memory
+from elastic.engine.parameters.gathers import COLLECTIVES, Old
 from elastic.engine.streams import stream, wait_for
 
 ALIGNED = 512

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from elastic.code.imports import failure
 from elastic.engine.batch_norm import about_one_value
 from elastic.errors import DataError, ElasticError, LossError, ModelError
-from elastic.imports import failure
 from elastic.protocol.commit_record import is_count
 from elastic.train.model import State, remedy
 from elastic.train.step import Session, compare_tokens, loss_of, microbatch_seed, seed_all

@@ -1,0 +1,1 @@
+"""Gauges: what steps take and tell: progress, seconds, bytes, operations, profiles."""

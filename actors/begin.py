@@ -21,7 +21,7 @@ from elastic.job import Job
 from elastic.protocol.commit_record import out_of_patience
 from elastic.report.story import Line, Sentence
 from elastic.runs import alone, code, owed
-from elastic.runs.resume import Start, impatient, rewind
+from elastic.runs.resume import StartPoint, impatient, rewind
 from elastic.runs.run import LOCAL, Run
 from storage.errors import Exists
 from storage.journal import latest_claim
@@ -39,7 +39,7 @@ def tell(show: Show, *sentences: str) -> None:
         show(Sentence(time.time(), sentence))
 
 
-def begin(start: Start, show: Show, branch: bool | None, claims: Callable[[Run, int], int]) -> int:
+def begin(start: StartPoint, show: Show, branch: bool | None, claims: Callable[[Run, int], int]) -> int:
     """Begins a fork, or a branch, if one is asked for and there is anything to change.
 
     ``branch`` is as :meth:`Run.agree` takes it.  A branch is begun once ``claims`` has claimed the run, whose newest claim it is told: who
@@ -87,9 +87,9 @@ def _rates(before: Job, now: Job, step: int) -> str:
     return f"; the learning rate of step {step} is {new:.3g}, where it would have been {old:.3g}" if old != new else ""
 
 
-def begin_here(start: Start, checked: Checked, show: Show, branch: bool | None, job: Job) -> tuple[Run, int]:
+def begin_here(start: StartPoint, checked: Checked, show: Show, branch: bool | None, job: Job) -> tuple[Run, int]:
     """Begins the run in this process, and returns it with the incarnation that was claimed."""
-    with alone.Ending(ObjectStore.open(job.bucket), job.name) as ending:
+    with alone.EndWriter(ObjectStore.open(job.bucket), job.name) as ending:
 
         def claims(run: Run, seen: int | None = None) -> int:
             ending.claim = run.claim_here(after=seen)

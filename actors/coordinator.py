@@ -26,7 +26,7 @@ from actors.ends import signature
 from actors.errands import Errands
 from actors.journal_replicas import JournalReplicas
 from actors.objects import UsersCode
-from actors.perform import Group
+from actors.perform import ActorGroup
 from actors.processes import end_on_sigterm, make_log_folder
 from actors.prometheus import Exported
 from actors.survivors import Left, look_back
@@ -150,7 +150,7 @@ class Coordinator:
             self.job = self.run.job
             before, asked_at = self._claim(seen, life), time.monotonic()
             self._find_out(reference, before, life)
-            self.group = Group(
+            self.group = ActorGroup(
                 self.job, self.run, self.token, self.incarnation, context.current_actor, self.code, self.secret, self.post_local
             )
             self.group.tell = self._say

@@ -118,8 +118,8 @@ class Errands:
         self.asked = asked.begin(self.run, known().generation, claim)
         self.found: list[Debt] = []
         """The debts that are open or were given up, oldest first, as they were found last."""
-        self.makers: dict[str, Process | Spares] = {
-            kind: (Spares if kind == owed.VALIDATION else Process)(self) for kind in self.asked.kinds
+        self.makers: dict[str, PayingProcess | Spares] = {
+            kind: (Spares if kind == owed.VALIDATION else PayingProcess)(self) for kind in self.asked.kinds
         }
         self.attempts = dict[str, Attempt]()
         """The attempt that is under way of each kind."""
@@ -277,7 +277,7 @@ class Patience:
         return now > self._until
 
 
-class Process:
+class PayingProcess:
     """Lets an actor pay debts, one after the other."""
 
     def __init__(self, errands: Errands) -> None:

@@ -22,7 +22,7 @@ from actors.begin import Show, begin, begin_here, claim, finished, note_code, te
 from actors.coordinator import Coordinator
 from actors.ends import kill_all
 from actors.living import (
-    Head,
+    ClusterHead,
     ask,
     attach,
     bucket_of_another,
@@ -50,7 +50,7 @@ from elastic.report.timeline import ENDED
 from elastic.runs import data, restarts
 from elastic.runs.branches import flat, in_words
 from elastic.runs.forks import write_anew
-from elastic.runs.resume import LATEST, Start, start_of
+from elastic.runs.resume import LATEST, StartPoint, start_of
 from elastic.runs.run import Run
 from elastic.train.checks.bucket import check_bucket
 from elastic.train.checks.early import check_early
@@ -154,7 +154,7 @@ def launch(
 class _Command:
     """A command that trains: where it begins, what its line permits, and whom it tells.  ``branch`` says that it asks for a branch."""
 
-    begins: Start
+    begins: StartPoint
     address: str | None
     local: bool
     branch: bool
@@ -419,7 +419,7 @@ def watch(coordinator: Any, show: Show, look: Look, driver: str, requests: Reque
     ``only`` means that this driver merely watches.  A coordinator that takes over begins a story of its own; the request to leave is
     repeated to it, since the dead coordinator may have lost it.
     """
-    seen, told, incarnation, head = 0, False, 0, Head(show)
+    seen, told, incarnation, head = 0, False, 0, ClusterHead(show)
     while True:
         view: View = ask(coordinator, "view", seen, driver, incarnation, only, deadline_s=deadline_s, head=head)
         if view.incarnation != incarnation:

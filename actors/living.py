@@ -139,7 +139,7 @@ def note_deletion(job: Job) -> None:
         print(console.pasteable(note), file=sys.stderr)
 
 
-class Head:
+class ClusterHead:
     """The head of the cluster that this process has joined."""
 
     def __init__(self, show: Show = lambda _: None) -> None:
@@ -171,14 +171,14 @@ class Head:
             self.say(f"the head of the cluster at {self._address} does not answer; without it, the cluster ends in {cluster.HEAD_S:g} s")
 
 
-def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, head: Head | None = None) -> Any:
+def ask(coordinator: Any, question: str, *arguments: Any, deadline_s: float, head: ClusterHead | None = None) -> Any:
     """Returns the coordinator's answer.  If its process dies, Ray restarts it and asks again, for ``deadline_s`` in all.
 
     Raises :class:`PlatformGaveUp` if no answer comes in time, :class:`ClusterGone` if the cluster cannot be reached, and
     :class:`CoordinatorGone` if there is no coordinator any more.
     """
     call, asked_at = getattr(coordinator, question).remote(*arguments), time.monotonic()
-    head = head or Head()
+    head = head or ClusterHead()
     while not ray.wait([call], timeout=max(0.0, min(QUIET_S, asked_at + deadline_s - time.monotonic())))[0]:
         head.look(last=time.monotonic() - asked_at >= deadline_s)
         if time.monotonic() - asked_at >= deadline_s:

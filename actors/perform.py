@@ -72,7 +72,7 @@ REACHES, REACH_S = 20, 0.5
 """Number of times that an actor that cannot be reached is asked again before it counts as lost, and the seconds between two of them."""
 
 
-class Group:
+class ActorGroup:
     """The actors of one run.  ``post`` puts an event into the coordinator's inbox and may be called from any thread."""
 
     def __init__(

@@ -11,7 +11,7 @@ from actors.terminal import ECHO, console, filled, say
 from elastic.errors import ElasticError
 from elastic.job import Job
 from elastic.plan.copy_budget import amount
-from elastic.report.progress import Progress, spell
+from elastic.report.progress import RunPace, spell
 from elastic.report.speed import LEAST_MFU
 from elastic.report.story import Ending, Line, StepLine
 from storage.errors import StorageError
@@ -40,7 +40,7 @@ class Screen:
 
     def __init__(self, log_every: int | str = 1, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self.log_every, self.quiet, self._clock = log_every, quiet, clock
-        self.progress = Progress()
+        self.progress = RunPace()
         self._step: StepLine | None = None
         self._stepped_at, self._formed_at = clock(), float("inf")
         self._told_at = 0.0
@@ -97,7 +97,7 @@ class Screen:
         return "  ".join([*parts, f"world {line.world}"]) + _usage(line)
 
 
-def _left(progress: Progress) -> list[str]:
+def _left(progress: RunPace) -> list[str]:
     """Returns the time that is left, in words; nothing if it is not known, or less than a second."""
     return [f"{spell(progress.left_s)} left"] if round(progress.left_s) else []
 

@@ -331,7 +331,7 @@ class Worker:
         if kind in AT_ONCE and not point:
             threading.Thread(target=faults.perform, args=(kind, duration_s, amount)).start()
         else:
-            self._trainer.session.faults.ask(faults.Asked(kind, point, duration_s, amount))
+            self._trainer.session.faults.ask(faults.FaultOrder(kind, point, duration_s, amount))
 
 
 def _redirect_output(path: Path) -> None:

@@ -29,18 +29,18 @@ from elastic.config.sections import (
     Data,
     Deadlines,
     Export,
-    Fault,
+    LayerWatch,
     Metrics,
     Network,
     Optim,
     Parallel,
-    Part,
     Reduction,
     Samples,
     Schedule,
+    Section,
     Spikes,
     Validation,
-    Watch,
+    WorkerFault,
     Workers,
     known_numerics,
 )
@@ -85,7 +85,7 @@ ROUNDS = 4
 """Microbatches of each worker in a step that keep small what is lost when the workers do not divide them evenly: a fifth at most."""
 
 
-class Job(Part):
+class Job(Section):
     """One training job.  Its trajectory is a function of this object and its samples, never of the cluster."""
 
     name: Refused[Annotated[str, AfterValidator(folder_name)]]
@@ -198,10 +198,10 @@ class Job(Part):
     workers: Workers = Workers()
     checkpoint: Checkpoint = Checkpoint()
     copies: Copies = Copies()
-    watch: Watch = Watch()
+    watch: LayerWatch = LayerWatch()
     network: Network = Network()
     deadlines: Deadlines = Deadlines()
-    faults: Free[tuple[Fault, ...]] = ()
+    faults: Free[tuple[WorkerFault, ...]] = ()
     """Faults of a chaos test."""
     _earlier: Stretches = PrivateAttr(())
     """The stretches before the newest branch of the run.  They are no setting: the branch has them (``after``)."""

@@ -16,7 +16,7 @@ from elastic.config.sections import (
     Copies,
     Data,
     Deadlines,
-    Fault,
+    LayerWatch,
     Metrics,
     Network,
     Optim,
@@ -25,7 +25,7 @@ from elastic.config.sections import (
     Schedule,
     Spikes,
     Validation,
-    Watch,
+    WorkerFault,
     Workers,
 )
 from elastic.control.rules import Rules, WatchRule
@@ -60,7 +60,7 @@ jobs = st.builds(
     optim=st.builds(Optim, lr=st.floats(0, 1), betas=st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2)),
     deadlines=st.builds(Deadlines, form_s=st.floats(0, 1e9, exclude_min=True)),
     parallel=st.builds(Parallel, use=st.sampled_from(["all", "fit"])),
-    faults=st.lists(st.builds(Fault, point=st.sampled_from(["save", "forward"]), step=st.integers(0, 99)), max_size=2),
+    faults=st.lists(st.builds(WorkerFault, point=st.sampled_from(["save", "forward"]), step=st.integers(0, 99)), max_size=2),
 )
 
 
@@ -105,9 +105,9 @@ CLUSTER = {
     "checkpoint": Checkpoint(save_every=1, keep_last=2, keep_every=4, keep_younger="7d"),
     "copies": Copies(copy_every=1, buddy_every=9),
     "network": Network(interface="eth1"),
-    "watch": Watch(every=7, patience=2, vanishing=0.1, exploding=9, stationary=40, max_skipped=3),
+    "watch": LayerWatch(every=7, patience=2, vanishing=0.1, exploding=9, stationary=40, max_skipped=3),
     "deadlines": Deadlines(form_s=1, fence_s=1, stall_s=1, lease_s=1, wait_s=1, stop_s=1),
-    "faults": (Fault(point="save", step=1),),
+    "faults": (WorkerFault(point="save", step=1),),
     "data": Data(prefetch=7, args={"path": "/moved"}),
     "validation": Validation(every=5),
     **{"export": {"every": 5}, "samples": {"every": 5, "prompts": ["a"]}},

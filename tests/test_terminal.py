@@ -17,7 +17,7 @@ from actors.screen import Screen
 from actors.terminal import Terminal
 from actors.view import View
 from elastic.job import Job
-from elastic.report.progress import Progress, spell
+from elastic.report.progress import RunPace, spell
 from elastic.report.story import StepLine
 from elastic.runs.run import Run
 from tests.support.commands import FORK, ROOT
@@ -90,7 +90,7 @@ def steps(first: int, last: int, took_s: float, at: float = 0.0, **changes: obje
 @pytest.mark.fast
 def test_l12_the_time_left_is_that_of_the_newest_steps_whatever_a_recovery_took() -> None:
     """Control: with the mean of the same steps, three minutes without a step would be taken for the pace."""
-    progress = Progress()
+    progress = RunPace()
     lines = [*steps(1, 10, 2.0), *steps(9, 20, 2.0, at=200.0, generation=2)]
     for line in lines:
         progress.add(line)
@@ -100,7 +100,7 @@ def test_l12_the_time_left_is_that_of_the_newest_steps_whatever_a_recovery_took(
     for line in steps(21, 26, 4.0, at=300.0, generation=3, world=1):
         progress.add(line)
     assert progress.left_s == 4.0 * (1000 - 26), "half the world takes twice as long, and that is known after two steps"
-    assert Progress().left_s == 0.0
+    assert RunPace().left_s == 0.0
 
 
 @pytest.mark.fast

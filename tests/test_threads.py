@@ -14,7 +14,7 @@ import ray
 
 from actors import cluster, coordinator
 from actors.coordinator import Coordinator
-from actors.perform import Group
+from actors.perform import ActorGroup
 from elastic.control.inbox import Inbox
 from elastic.ids import NodeId
 from elastic.protocol.events import NodeFound
@@ -109,7 +109,7 @@ def test_a_node_whose_last_keeper_is_not_quite_gone_costs_the_other_nodes_nothin
 def test_what_fails_on_a_pool_is_in_the_story() -> None:
     """Nobody asks for the result of these calls."""
     said = list[str]()
-    group: Any = Group.__new__(Group)
+    group: Any = ActorGroup.__new__(ActorGroup)
     group.tell = said.append
 
     def refuses() -> None:

@@ -32,7 +32,7 @@ Told = dict[str, tuple[int, str]]
 """Maps each worker to where its log ends now, and to what it has printed since the look before."""
 
 
-class Reading:
+class LogReading:
     """One look at the logs of the living workers ``asked``, which maps each to its node.
 
     ``ends`` says where the look before ended; a worker that is not there begins with the last lines of its log.
@@ -70,7 +70,7 @@ class Prints:
     def __init__(self, screen: Screen, asked: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.screen, self.asked, self._clock = screen, (asked or "").split(","), clock
         self._ends: dict[str, int] = {}
-        self._reading: Reading | None = None
+        self._reading: LogReading | None = None
         self._run, self._looked_at, self._number = "", 0.0, 0
 
     def show(self, line: Line) -> None:
@@ -96,7 +96,7 @@ class Prints:
             self._ends.clear()
         chosen = self._chosen(view)
         self._number = len(chosen)
-        self._reading = Reading(view.token, {worker: view.workers[worker] for worker in chosen}, self._ends)
+        self._reading = LogReading(view.token, {worker: view.workers[worker] for worker in chosen}, self._ends)
 
     def _chosen(self, view: View) -> list[Any]:
         there = sorted(view.workers, key=lambda worker: (len(worker), worker))

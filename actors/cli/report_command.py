@@ -19,7 +19,7 @@ from elastic.job import Job
 from elastic.plan.retention import Keep
 from elastic.report.metrics import csv_table, json_line
 from elastic.report.page import page_of
-from elastic.report.page.model import Branch, Checkpoint, Facts
+from elastic.report.page.model import BranchRow, CheckpointRow, Facts
 from elastic.report.page.series import Columns
 from elastic.report.timeline import Timeline
 from elastic.runs import branches, owed, retention
@@ -106,20 +106,20 @@ def _quarantine(run: Run, newest: Version | None) -> int:
     return 0
 
 
-def _checkpoints(found: retention.Look) -> list[Checkpoint]:
+def _checkpoints(found: retention.Look) -> list[CheckpointRow]:
     told = []
     for each in found.listed:
         files = each.manifest.files if each.manifest else ()
         layout = "×".join(str(degree) for degree in each.manifest.layout.values()) if each.manifest else ""
         state, kept = retention.state_of(each, found.newest), found.verdict.kept.get(each.version, ())
-        told.append(Checkpoint(each.version, sum(file.size for file in files), layout, state, kept))
+        told.append(CheckpointRow(each.version, sum(file.size for file in files), layout, state, kept))
     return told
 
 
-def _branch(one: branches.Branch) -> Branch:
+def _branch(one: branches.Branch) -> BranchRow:
     shown = {name: pair for name, pair in one.changed.items() if not is_secret(name, pair)}
     changed = {name: (_text(before), _text(after)) for name, (before, after) in shown.items()}
-    return Branch(one.number, one.step, one.at, changed)
+    return BranchRow(one.number, one.step, one.at, changed)
 
 
 def _text(value: Any) -> str:

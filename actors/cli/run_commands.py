@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import cluster, heads, launch, living
 from actors.chaos import HARMLESS, PERFORMED, Chaos
 from actors.cli.parser import command
-from actors.cli.prints import Prints, Reading
+from actors.cli.prints import LogReading, Prints
 from actors.living import ANSWER_S, bucket_of_another, connected, coordinator_of, note_deletion, run_of
 from actors.logs import last_lines
 from actors.processes import clear, end_on_sigterm, left_here, life_of, log_folder, nobodys
@@ -152,7 +152,7 @@ def _watch(job: Job, coordinator: Any, once: bool, driver: str = "", stop: str =
     """
     deadline_s = 2 * job.deadlines.lease_s
     screen = screen_for(job)
-    seen, incarnation, shown, head = 0, 0, "", living.Head(screen.show)
+    seen, incarnation, shown, head = 0, 0, "", living.ClusterHead(screen.show)
     end_on_sigterm()  # Ray's own handler prints a stack
     try:
         while True:
@@ -304,7 +304,7 @@ def logs(job: Job, workers: Sequence[str] = (), /, follow: bool = False) -> int:
             said = True
     while coordinator is not None and (view := living.view_of(coordinator, 2 * job.deadlines.lease_s)) is not None and not view.over:
         asked = {worker: node for worker, node in view.workers.items() if not workers or worker in workers}
-        for worker, (end, text) in Reading(view.token, asked, ends).wait(ANSWER_S).items():
+        for worker, (end, text) in LogReading(view.token, asked, ends).wait(ANSWER_S).items():
             if text:
                 head = "" if worker in ends and len(view.workers) == 1 else f"# {worker}, which lives\n"
                 print(f"{head}{text}", end="", flush=True)

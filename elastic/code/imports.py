@@ -31,7 +31,7 @@ VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 """A text that stands for the value of an environment variable."""
 LIBRARIES = ("torch", "ray", "numpy", "pyarrow", "pydantic", "rich", "blake3", "fsspec", "grpc", "tokenizers", "transformers")
 """The installed packages that Elastic imports: a file of the user's of that name would be imported in their place."""
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 """The folder that contains our packages."""
 STAR = re.compile(rb"\bimport\s*\*")
 """An import of all names of a module."""

@@ -44,13 +44,13 @@ def known_numerics(value: object) -> object:
     return value
 
 
-class Part(BaseModel):
+class Section(BaseModel):
     """A group of settings.  It is immutable, and refuses a key that is not declared."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True)
 
 
-class Data(Part):
+class Data(Section):
     """The samples."""
 
     dataset: Branch[Code] = TOKENS
@@ -79,7 +79,7 @@ class Data(Part):
     """
 
 
-class Validation(Part):
+class Validation(Section):
     """Samples that are held out: the loss on them is measured between steps, and no bit of the training depends on it."""
 
     every: Free[Annotated[Whole, Field(ge=0)]] = 0
@@ -103,14 +103,14 @@ class Validation(Part):
     """Arguments of that class."""
 
 
-class Export(Part):
+class Export(Section):
     """Weights as plain safetensors, in the folder ``exports/`` of the run, made from checkpoints while the run goes on."""
 
     every: Free[Annotated[Whole, Field(ge=0)]] = 0
     """The first checkpoint at or after each multiple of this number of steps is exported, and that of the last step.  0: none."""
 
 
-class Samples(Part):
+class Samples(Section):
     """Text that the model writes, made from checkpoints while the run goes on.  The model must turn tokens into logits."""
 
     every: Free[Annotated[Whole, Field(ge=0)]] = 0
@@ -125,14 +125,14 @@ class Samples(Part):
     """Seed of what is drawn."""
 
 
-class Metrics(Part):
+class Metrics(Section):
     """The numbers of each step.  They are always in the bucket, whatever is set here."""
 
     sinks: Free[dict[CodeOrName, dict[str, JsonValue]]] = {}
     """Trackers that get them too: ``tensorboard``, ``wandb``, ``mlflow`` or your own ``pkg.module:Class``, each with its arguments."""
 
 
-class ParameterGroup(Part):
+class ParameterGroup(Section):
     """Parameters with a learning rate and a weight decay of their own.  A parameter is in the first group that names it."""
 
     names: Branch[Annotated[tuple[str, ...], Field(min_length=1)]]
@@ -145,7 +145,7 @@ class ParameterGroup(Part):
     """Weight decay of all parameters of the group.  ``auto``: as without the group."""
 
 
-class Optim(Part):
+class Optim(Section):
     """The optimizer.  Weight decay leaves out biases, norms and every other tensor with fewer than two dimensions, unless its group says
     otherwise.
     """
@@ -185,7 +185,7 @@ class Optim(Part):
     """Groups of parameters with a learning rate and a weight decay of their own.  A parameter is in the first one that names it."""
 
 
-class Schedule(Part):
+class Schedule(Section):
     """The learning rate by step.  It rises linearly from 0 in the warmup, and then follows ``kind``."""
 
     kind: Branch[Literal["cosine", "linear", "constant", "wsd", "rsqrt"] | Code] = "cosine"
@@ -203,7 +203,7 @@ class Schedule(Part):
     """Number of steps at the end in which the learning rate of ``wsd`` falls."""
 
 
-class BatchRamp(Part):
+class BatchRamp(Section):
     """A batch that grows at the beginning of the run, from ``start`` by ``increment`` up to ``global_batch``."""
 
     start: Branch[Annotated[Whole, Field(ge=0)]] = 0
@@ -214,7 +214,7 @@ class BatchRamp(Part):
     """Samples after which the batch has its final size; each size before lasts for an equal share of them."""
 
 
-class Parallel(Part):
+class Parallel(Section):
     """The degrees of the data axes."""
 
     dp_replicate: Free[Positive | Auto] = "auto"
@@ -247,7 +247,7 @@ class Parallel(Part):
         return 0 if self.bucket_elements == "block" else self.bucket_elements
 
 
-class Reduction(Part):
+class Reduction(Section):
     """The order in which the gradients of the microbatches are added.  It is part of the job, so the sum has the same bits in every world.
 
     ``block`` consecutive microbatches are added first, and then the sums of the blocks.  A node that runs a whole block adds it before it
@@ -265,7 +265,7 @@ class Reduction(Part):
     """
 
 
-class Workers(Part):
+class Workers(Section):
     """The number of worker processes, and the resources that each takes from its node."""
 
     min: Free[Positive] = 1
@@ -288,7 +288,7 @@ class Workers(Part):
     """
 
 
-class Checkpoint(Part):
+class Checkpoint(Section):
     """Saves to the bucket."""
 
     save_every: Free[Positive] = 50
@@ -315,7 +315,7 @@ class Checkpoint(Part):
     """
 
 
-class Copies(Part):
+class Copies(Section):
     """Copies of the state in the memory of the nodes.  The state of a dead worker is read from them.
 
     A copy goes to memory of the worker's own node, which the node's keeper holds too.  Less often it also goes to a keeper in another
@@ -332,7 +332,7 @@ class Copies(Part):
     """Largest fraction of a node's link that copies to buddies may take on average."""
 
 
-class Watch(Part):
+class LayerWatch(Section):
     """The norms of the gradients of single layers, which are recorded now and then, and warnings that follow from them.
 
     A layer is a block of the model, or a module outside of the blocks.  A record takes about 15 bytes of the journal for each layer.
@@ -361,7 +361,7 @@ class Watch(Part):
     """
 
 
-class Spikes(Part):
+class Spikes(Section):
     """Steps whose loss or gradient norm is far above those of the steps before, as a corrupt document causes them, and what is done then.
 
     The score is the distance from the median, in robust standard deviations: 1.4826 × the median absolute deviation, at least 1% of the
@@ -400,7 +400,7 @@ class Spikes(Part):
         return self.action in ("none", "forget")
 
 
-class Network(Part):
+class Network(Section):
     """The network between the workers."""
 
     interface: Free[Annotated[str, AfterValidator(interface_name)]] = "auto"
@@ -408,7 +408,7 @@ class Network(Part):
     """
 
 
-class Deadlines(Part):
+class Deadlines(Section):
     """Deadlines in seconds.  They are the last resort: a loss that is known for certain is acted on at once."""
 
     form_s: Free[Seconds] = 120
@@ -440,7 +440,7 @@ class Deadlines(Part):
     """Time to wait for more newcomers after one has joined, and before starting again after a start failed."""
 
 
-class Fault(Part):
+class WorkerFault(Section):
     """A fault of a chaos test, which a worker performs on itself."""
 
     point: Free[Annotated[str, AfterValidator(fault_word("Point"))]]

@@ -27,7 +27,7 @@ HOSTS = 256
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GrowthVerdict:
     """The newcomers to take in and those to decline, with the reasons."""
 
     welcome: tuple[WorkerId, ...]
@@ -39,7 +39,7 @@ class Verdict:
     """The reason for the first host that is declined."""
 
 
-def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[WorkerId], now: float) -> Verdict:
+def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[WorkerId], now: float) -> GrowthVerdict:
     """Judges the newcomers host by host: workers of one host come and go together, so they cost the pauses once."""
     costs_s, usual_s = PAUSES * run.watch.reform_s + run.watch.step_s, _usual_s(run)
     hosts: dict[str, list[WorkerId]] = {}
@@ -54,7 +54,7 @@ def judge(run: RunState, members: Sequence[WorkerId], newcomers: Sequence[Worker
         pays = brings_s >= costs_s
         sorts[pays] += group
         why[pays] = why[pays] or f"a stay of {stay_s:.0f} s saves {brings_s:.1f} s, joining and leaving cost {costs_s:.1f} s"
-    return Verdict(tuple(sorts[True]), tuple(sorts[False]), why[True], why[False])
+    return GrowthVerdict(tuple(sorts[True]), tuple(sorts[False]), why[True], why[False])
 
 
 def expects_more(run: RunState, there: Sequence[WorkerId], now: float, rules: Rules) -> bool:

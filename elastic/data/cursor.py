@@ -37,7 +37,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from elastic.errors import JobError
-from elastic.plan.mixture import Deal, shares
+from elastic.plan.mixture import MixtureTurns, shares
 from elastic.plan.ramp import Batches
 from elastic.plan.stretches import Stretches, batches
 
@@ -204,11 +204,11 @@ class _Mixed:
     """The endless sequence of a mixture.  The ids of a part follow those of the parts before it."""
 
     def __init__(self, sizes: Sequence[int], draws: Sequence[Draw]) -> None:
-        self.deals, streams = list[Deal](), list[list[Draw]]([] for _ in sizes)
+        self.deals, streams = list[MixtureTurns](), list[list[Draw]]([] for _ in sizes)
         for draw in draws:
             had, whole = self.deals[-1].before(draw.since) if self.deals else (0,) * len(sizes), shares(draw.weights)
             if not self.deals or self.deals[-1].whole != whole:  # turns that go on stay exact
-                self.deals.append(Deal(draw.since, had, whole))
+                self.deals.append(MixtureTurns(draw.since, had, whole))
             for each, since in zip(streams, had, strict=True):
                 each.append(draw._replace(since=since))
         self.firsts = list(accumulate(sizes, initial=0))

@@ -1,6 +1,6 @@
 """Reads datasets that others define by their rows: map-style ones of torch, and those of Hugging Face's ``datasets``.
 
-Such a dataset has ``len()`` and ``dataset[i]``.  :class:`Rows` makes a batch of its rows as torch's ``DataLoader`` does: by the
+Such a dataset has ``len()`` and ``dataset[i]``.  :class:`SelectedRows` makes a batch of its rows as torch's ``DataLoader`` does: by the
 ``collate_fn`` that the dataset has as an attribute, or else by torch's ``default_collate``.
 """
 
@@ -28,7 +28,7 @@ SAMPLED = 64
 """Number of rows by which a dataset is known again that does not say itself which rows it has: so many images take about a second."""
 
 
-class Rows:
+class SelectedRows:
     """A dataset that reads the rows of another one by their indices.  Other attributes, as ``lengths``, are those of that one."""
 
     def __init__(self, rows: Any, named: str) -> None:
@@ -92,11 +92,11 @@ class Rows:
 def notes_of(dataset: Dataset) -> list[str]:
     """Returns the sentences about the datasets of rows in ``dataset``, which may be a mixture."""
     parts = getattr(dataset, "parts", ())
-    return [each.note for each in (dataset, *(parts if isinstance(parts, list) else ())) if isinstance(each, Rows)]
+    return [each.note for each in (dataset, *(parts if isinstance(parts, list) else ())) if isinstance(each, SelectedRows)]
 
 
 def dataset_of(code: Any, args: Mapping[str, Any], named: str) -> Dataset:
-    """Returns the dataset that ``code`` makes of ``args``, or that it is.  One that has rows by index is a :class:`Rows` then.
+    """Returns the dataset that ``code`` makes of ``args``, or that it is.  One that has rows by index is a :class:`SelectedRows` then.
 
     Raises :class:`DataError` for what gives no sample by its number, and whatever ``code`` raises.
     """
@@ -127,4 +127,4 @@ def dataset_of(code: Any, args: Mapping[str, Any], named: str) -> Dataset:
             f"{named} has no {lacks[0]}(); a dataset has {', '.join(METHODS.values())} (see "
             f"elastic.data.loader.Dataset), or len() and rows by index"
         )
-    return Rows(made, named)
+    return SelectedRows(made, named)

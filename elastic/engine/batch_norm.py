@@ -31,7 +31,7 @@ ONE_VALUE = "Expected more than 1 value per channel"
 """Words of torch's error about a norm that gets one value for a mean and a variance."""
 
 
-class Seen:
+class NormStatistics:
     """The statistics of the newest microbatch in one norm, at least in float32, and how often its forward pass used the norm."""
 
     def __init__(self, norm: _BatchNorm, device: torch.device) -> None:
@@ -50,7 +50,7 @@ def apply_batch_norm(model: nn.Module, table: ShardingTable, device: torch.devic
     """
     norms = tracking(model, table, job)
     for norm in norms.values():
-        norm.seen = Seen(norm, device)  # type: ignore[assignment]  # no tensor or module: a plain attribute
+        norm.seen = NormStatistics(norm, device)  # type: ignore[assignment]  # no tensor or module: a plain attribute
         norm.forward = MethodType(_forward, norm)  # type: ignore[method-assign]
     return norms
 
@@ -95,7 +95,7 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
     A norm that is frozen normalises by its running statistics.
     """
     norm._check_input_dim(x)
-    seen: Seen = norm.seen
+    seen: NormStatistics = norm.seen
     if norm.training:
         seen.uses += 1  # compiled code is made for its value, so whoever runs the model begins each round
     mean, variance = (seen.mean, seen.variance) if norm.training else (norm.running_mean, norm.running_var)
@@ -109,7 +109,7 @@ class Statistics:
     def __init__(self, norms: dict[str, _BatchNorm], scheme: Scheme, model: str) -> None:
         """``scheme`` must sum over all rounds; ``model`` is its name in messages."""
         self.norms, self.scheme, self.model = norms, scheme, model
-        self.seen: list[Seen] = [norm.seen for norm in norms.values()]  # type: ignore[misc]
+        self.seen: list[NormStatistics] = [norm.seen for norm in norms.values()]  # type: ignore[misc]
         self.values = [value for seen in self.seen for value in (seen.mean, seen.variance)]
         self.reduction = scheme.reduction()
         self.total: Tensor | None = None

@@ -51,7 +51,7 @@ class _Known(NamedTuple):
     held: tuple[Held, ...]
 
 
-class Spikes:
+class SpikeMemory:
     """The spikes of one job.  What is in the tensors is read at the first use, after they were healed."""
 
     def __init__(self, job: Job, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -93,7 +93,7 @@ def build(config: Mapping[str, Any] | None = None, path: str | None = None, pret
         if known not in _FUSES:
             _FUSES[known] = _multiplies_last(model)
         if _FUSES[known]:
-            model.get_output_embeddings().__class__ = Head
+            model.get_output_embeddings().__class__ = FusedHead
             model.fuses_loss = False
     return with_weights(model, path) if pretrained and path else model
 
@@ -246,7 +246,7 @@ def _inputs(tokens: Tensor) -> dict[str, Any]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
 
 
-class Head(nn.Linear):
+class FusedHead(nn.Linear):
     """The head of a model that fuses its loss.  While it is ``passing``, it keeps its input, and returns that in place of the logits."""
 
     passes = False
@@ -276,7 +276,7 @@ def _multiplies_last(model: Any) -> bool:
     if type(head) is not nn.Linear or head.bias is not None:
         return False
     usual, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"  # others need values, or bf16
-    head.__class__ = Head
+    head.__class__ = FusedHead
     try:
         with torch.no_grad(), torch.device("meta"), head.passing():
             return super(Fitted, model).forward(**_inputs(tokens)).logits is head.input

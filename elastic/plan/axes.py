@@ -29,7 +29,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPart:
     """The part of one tensor that a member holds: memory of ``shape``, filled by ``boxes`` without gaps.
 
     Without boxes it holds nothing.
@@ -38,7 +38,7 @@ class Held:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
-    def cut(self, dim: int, first: int, last: int) -> Held:
+    def cut(self, dim: int, first: int, last: int) -> HeldPart:
         """Returns the part of the memory with ``first <= index < last`` along ``dim``."""
         found = []
         for box in self.boxes:
@@ -49,10 +49,10 @@ class Held:
                 start[dim], stop[dim] = box.slice.start[dim] + low, box.slice.start[dim] + high
                 at[dim] = box.at[dim] + low - first
                 found.append(Box(Slice(box.slice.name, box.slice.kind, tuple(start), tuple(stop)), tuple(at)))
-        return Held((*self.shape[:dim], max(last - first, 0), *self.shape[dim + 1 :]), tuple(found))
+        return HeldPart((*self.shape[:dim], max(last - first, 0), *self.shape[dim + 1 :]), tuple(found))
 
 
-Cut = Callable[[Tensor, Held, int, int], Held]
+Cut = Callable[[Tensor, HeldPart, int, int], HeldPart]
 """``cut(tensor, held, degree, index)`` returns what the member at ``index`` of ``degree`` keeps of ``held``."""
 
 
@@ -64,7 +64,7 @@ def _nothing(tensor: Tensor) -> Hashable:
     return ()
 
 
-def _all(tensor: Tensor, held: Held, degree: int, part: Slice) -> Iterable[int]:
+def _all(tensor: Tensor, held: HeldPart, degree: int, part: Slice) -> Iterable[int]:
     return range(degree)
 
 
@@ -81,7 +81,7 @@ class Axis:
 
     One of the tensors with equal keys stands for all of them: members that hold all of it together must hold all of each other one too.
     """
-    reaches: Callable[[Tensor, Held, int, Slice], Iterable[int]] = _all
+    reaches: Callable[[Tensor, HeldPart, int, Slice], Iterable[int]] = _all
     """``reaches(tensor, held, degree, part)`` returns the indices whose share of ``held`` can have elements of ``part``.
 
     It may return too many: they only cost time.
@@ -101,14 +101,14 @@ def chunk(length: int, count: int, index: int) -> tuple[int, int]:
     return min(index * size, length), min((index + 1) * size, length)
 
 
-def cut_rows(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
+def cut_rows(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPart:
     """Cuts dimension 0 by the chunk rule, as FSDP2 does; a tensor that no axis may cut stays whole."""
     if not is_cut(tensor):
         return held
     return held.cut(0, *chunk(held.shape[0], degree, index))
 
 
-def reaches_rows(tensor: Tensor, held: Held, degree: int, part: Slice) -> Iterable[int]:
+def reaches_rows(tensor: Tensor, held: HeldPart, degree: int, part: Slice) -> Iterable[int]:
     """Returns the indices of :func:`cut_rows` that can have rows of ``part``, and perhaps more: all, unless ``held`` is one box."""
     size = chunk_size(held.shape[0], degree) if is_cut(tensor) else 0
     if not size or len(held.boxes) != 1:

@@ -41,7 +41,7 @@ def turns(whole: tuple[int, ...]) -> tuple[array[int], array[int]]:
 
 
 @dataclass(frozen=True)
-class Deal:
+class MixtureTurns:
     """The turns from position ``since`` on, before which each part has had ``had`` samples."""
 
     since: int

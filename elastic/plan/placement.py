@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from itertools import pairwise
 
 from elastic.ids import Cell
-from elastic.plan.axes import AXES, Box, Held, chunk_size, is_cut
+from elastic.plan.axes import AXES, Box, HeldPart, chunk_size, is_cut
 from elastic.plan.layout import Layout
 from storage.slices import Slice, Tensor, nbytes
 
@@ -81,7 +81,7 @@ def number_of_cells(layout: Layout) -> int:
 
 
 @lru_cache(maxsize=2**17)
-def held(tensor: Tensor, cell: Cell) -> Held:
+def held(tensor: Tensor, cell: Cell) -> HeldPart:
     """Returns what a member in ``cell`` holds of ``tensor``.  The innermost axis cuts first, so the outer ones cut what it left."""
     found = whole(tensor)
     for name, index, degree in reversed(_places(cell)):
@@ -89,13 +89,13 @@ def held(tensor: Tensor, cell: Cell) -> Held:
     return found
 
 
-def whole(tensor: Tensor) -> Held:
+def whole(tensor: Tensor) -> HeldPart:
     """Returns what a member that has all of ``tensor`` holds."""
     part = tensor.whole()
-    return Held(tensor.shape, (Box(part, part.start),) if part.count else ())
+    return HeldPart(tensor.shape, (Box(part, part.start),) if part.count else ())
 
 
-def _cut(name: str, tensor: Tensor, before: Held, degree: int, index: int) -> Held:
+def _cut(name: str, tensor: Tensor, before: HeldPart, degree: int, index: int) -> HeldPart:
     cut = AXES[name].cut
     assert cut is not None, f"axis {name} cuts nothing and has no place in a cell"
     return cut(tensor, before, degree, index)
@@ -104,7 +104,7 @@ def _cut(name: str, tensor: Tensor, before: Held, degree: int, index: int) -> He
 def cells_meeting(tensor: Tensor, part: Slice, degrees: Degrees) -> Iterator[Cell]:
     """Yields the cells, of a layout with these ``degrees``, that have elements of ``part``: the inverse of :func:`held`."""
 
-    def descend(left: Degrees, before: Held, text: str) -> Iterator[Cell]:
+    def descend(left: Degrees, before: HeldPart, text: str) -> Iterator[Cell]:
         if not left:
             if any(box.slice.intersect(part) for box in before.boxes):
                 yield Cell(text)

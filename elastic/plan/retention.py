@@ -32,7 +32,7 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A checkpoint in the bucket, or what was written of one."""
 
     version: Version
@@ -86,7 +86,7 @@ def reasons(
     return found
 
 
-def victims(found: Iterable[Found], kept: Collection[Version], keep: Keep, spared: Collection[Version]) -> tuple[Version, ...]:
+def victims(found: Iterable[StoredCheckpoint], kept: Collection[Version], keep: Keep, spared: Collection[Version]) -> tuple[Version, ...]:
     """Returns the versions that are deleted, oldest first.
 
     ``kept`` has the good checkpoints that rules keep; ``spared`` has those that are on their way, being read, or needed by a branch.  If

@@ -249,7 +249,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Found:
+class JournalCopy:
     """A copy of the end of a journal: written by coordinator ``by``, with the records numbered ``first`` to ``last``."""
 
     by: int
@@ -258,7 +258,7 @@ class Found:
     records: Any
 
 
-def furthest(end: int, by: int, copies: Iterable[Found]) -> Found | None:
+def furthest(end: int, by: int, copies: Iterable[JournalCopy]) -> JournalCopy | None:
     """Returns the copy to continue with after the bucket's part of the journal, which ends at record ``end`` and was written by ``by``.
 
     It is the copy of the latest writer; if that writer has several copies, it is the one that reaches furthest.  An earlier writer may have

@@ -5,7 +5,7 @@ the accelerator can fill it in.  The collective completes nowhere unless every m
 knows that the step is committed.  An aborted collective can look complete although it holds garbage.  So each record names its sender and
 carries a checksum, and one wrong record means that there is no outcome.
 
-    the named fields of a :class:`Head`
+    the named fields of a :class:`RecordHead`
     then for each of the member's rounds   [loss sum, token count, sample ids ...]
     then the checksum
 
@@ -89,7 +89,7 @@ class Usage:
 NO_USAGE = Usage()
 
 
-class Head(NamedTuple):
+class RecordHead(NamedTuple):
     """The named fields at the beginning of every record.
 
     A new field needs a line here, its value in :func:`head_of`, its meaning in :func:`conclude`, and usually a field of :class:`Outcome`.
@@ -119,8 +119,8 @@ class Head(NamedTuple):
     """A digest of what this member has gathered and summed for single blocks since the last commit; 0 if the model gathers nothing."""
 
 
-HEADER = len(Head._fields)
-FROM_DEVICE = Head._fields.index("finite")
+HEADER = len(RecordHead._fields)
+FROM_DEVICE = RecordHead._fields.index("finite")
 """The index of the first of the two fields that the device fills in."""
 
 
@@ -132,9 +132,9 @@ def head_of(
     copied: Copied = NO_COPIES,
     usage: Usage = NO_USAGE,
     order: float = 0,
-) -> Head:
+) -> RecordHead:
     """Returns the head of a member's record; the device fills in the rest."""
-    return Head(MAGIC, shape.incarnation, shape.generation, step, world_rank, boundary, 0, 0, *copied, *(*astuple(usage), order))
+    return RecordHead(MAGIC, shape.incarnation, shape.generation, step, world_rank, boundary, 0, 0, *copied, *(*astuple(usage), order))
 
 
 @dataclass(frozen=True)
@@ -387,8 +387,8 @@ def conclude(shape: CommitShape, step: int, gathered: bytes, validated: Validate
     words = array("d", gathered)
     if sys.byteorder == "big":
         words.byteswap()
-    heads = {name: words[field::fields].tolist() for field, name in enumerate(Head._fields)}
-    expected = dict(zip(Head._fields, (MAGIC, float(shape.incarnation), float(shape.generation), float(step)), strict=False))
+    heads = {name: words[field::fields].tolist() for field, name in enumerate(RecordHead._fields)}
+    expected = dict(zip(RecordHead._fields, (MAGIC, float(shape.incarnation), float(shape.generation), float(step)), strict=False))
     if any(heads[name] != [each] * shape.world for name, each in expected.items()) or heads["world_rank"] != [*range(shape.world)]:
         said = [*zip(*(heads[name] for name in (*expected, "world_rank")), strict=True)]
         rank = next(rank for rank, each in enumerate(said) if each != (*expected.values(), rank))

@@ -77,7 +77,7 @@ NO_SAVES = SaveRule(sys.maxsize, sys.maxsize)
 
 
 @dataclass(frozen=True)
-class Copies:
+class CopySchedule:
     """The copies of a world as one member knows them.  Each is this member's part of a version.
 
     ``copied`` is the newest copy that is known to be complete in all members' host memory, ``buddied`` the newest that is known to be
@@ -105,12 +105,12 @@ class Copies:
     def begin(
         plan: Plan,
         worker: WorkerId,
-        before: Copies | None = None,
+        before: CopySchedule | None = None,
         slots: Sequence[Copy | None] = (),
         rule: SaveRule = NO_SAVES,
         *,
         lives: bool = False,
-    ) -> Copies:
+    ) -> CopySchedule:
         """Returns the copies of a new generation; ``slots`` lists the complete copies in this worker's slots.
 
         A copy that was known to be complete ``before`` stays protected, unless the plan names a newer one or its version was given up.  A
@@ -133,7 +133,7 @@ class Copies:
         saving = tuple(each for each in saving if lineage.contains(plan.lineage, each.version))  # the others were given up
         if last:  # this world's copy takes the place of what another one had begun of the same version
             saving = (*(each for each in saving if each.version != plan.version), own)
-        return Copies(
+        return CopySchedule(
             plan,
             cell,
             rule,
@@ -155,7 +155,7 @@ class Copies:
             return LAST
         return DUE if self.owed or self.rule.due(step) else NO_SAVE
 
-    def after(self, outcome: Outcome) -> Copies:
+    def after(self, outcome: Outcome) -> CopySchedule:
         """Returns the copies after the commit ``outcome``: its version is copied if it is ``begun``, and goes to the buddy if ``sent``."""
         plan, step = self.plan, outcome.step
         copied, buddied = (self._of(outcome.copied_through), self._of(outcome.buddied_through)) if plan.copy_every else (None, None)
@@ -174,13 +174,13 @@ class Copies:
         sends = self.sent is not None and buddied == self.sent and _due(self.sent, step, plan.buddy_every, outcome.buddy_every)
         return replace(new, begun=begun, sent=begun if sends else self.sent, saving=(*new.saving, begun) if outcome.saves else new.saving)
 
-    def ended(self) -> Copies:
+    def ended(self) -> CopySchedule:
         """Returns the copies once the loops of all members have ended the run at the present step: it is the last save."""
         own = Copy(version_at(self.plan, self.step) or self.plan.version, self.cell)
         saving = self.saving if own in self.saving else (*self.saving, own)
         return replace(self, begun=own, saving=saving, rule=self.rule._replace(target_step=self.step))
 
-    def promised(self, before: Copies) -> Copy | None:
+    def promised(self, before: CopySchedule) -> Copy | None:
         """Returns the save that the last commit began and that the next world may copy, if that world would not know of it.
 
         A member that applies a commit when its world is over makes no copy.  But the next world begins with a copy of its version, perhaps

@@ -32,7 +32,7 @@ class Overlap(NamedTuple):
         return f"{1e3 * self.total_s:.3g} ms, {self.hidden_s / self.total_s:.0%} of it hidden under computing"
 
 
-class Step(NamedTuple):
+class StepOverlap(NamedTuple):
     """The communication of one step, by kind."""
 
     collectives: Overlap
@@ -56,7 +56,7 @@ def events_of(trace: str) -> Iterator[Event]:
         at = following.end() if following is not None else at
 
 
-def steps_of(events: Iterable[Event]) -> dict[int, Step]:
+def steps_of(events: Iterable[Event]) -> dict[int, StepOverlap]:
     """Returns what each step in the trace communicated on the device."""
     steps, launched, kernels = dict[int, Span](), dict[int, float](), list[Event]()
     for event in events:
@@ -91,12 +91,12 @@ def _span(event: Event) -> Span:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def _step(kinds: Mapping[str, Sequence[Span]]) -> Step:
+def _step(kinds: Mapping[str, Sequence[Span]]) -> StepOverlap:
     found, computing = list[Overlap](), kinds.get("computing", ())
     for spans in (kinds.get("collectives", ()), kinds.get("copies", ())):
         total, either = _length(spans), _length([*spans, *computing])
         found.append(Overlap(1e-6 * total, 1e-6 * max(total + _length(computing) - either, 0.0)))
-    return Step(*found)
+    return StepOverlap(*found)
 
 
 def _length(spans: Sequence[Span]) -> float:

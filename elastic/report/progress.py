@@ -15,7 +15,7 @@ NEWEST = 30
 """Number of steps whose durations are looked at: enough for a median, few enough to follow a change within a minute or so."""
 
 
-class Progress:
+class RunPace:
     """The pace of a run.  It is told of every step, in order."""
 
     def __init__(self) -> None:

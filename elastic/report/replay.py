@@ -32,7 +32,7 @@ SHOWN_MEMBERS = 8
 
 
 @dataclass(frozen=True)
-class Difference:
+class Mismatch:
     """Record ``n`` has ``recorded``, and this version decides ``decided``.  ``what`` is "state", "actions" or "reason"."""
 
     n: int
@@ -167,7 +167,7 @@ def _short(value: Any) -> str:
 # ---- deciding again
 
 
-def differences(segments: Sequence[Segment], code: str, rules: Rules | None = None) -> Iterator[Difference]:
+def differences(segments: Sequence[Segment], code: str, rules: Rules | None = None) -> Iterator[Mismatch]:
     """Yields each record for which this version, called ``code``, decides otherwise.
 
     ``rules`` are for segments without rules of their own.  Raises :class:`ValueError` if there are no rules, and
@@ -181,7 +181,7 @@ def differences(segments: Sequence[Segment], code: str, rules: Rules | None = No
         yield from _of_segment(snapshot, records, by, sentences=bool(recorded) and snapshot["code"] == code)
 
 
-def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool) -> Iterator[Difference]:
+def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, sentences: bool) -> Iterator[Mismatch]:
     """Yields the differences of one segment.  Reasons are compared only with ``sentences``."""
     for record in records:
         record = codec.written_out(record, snapshot["run"])
@@ -190,13 +190,13 @@ def _of_segment(snapshot: Json, records: Sequence[Json], rules: Rules, *, senten
         decided = advance(codec.decode_run(before), codec.decode_event(record["event"]), record["at"], rules, heard_until)
         state = type(decided.run.state).__name__
         if state != record["state"]:
-            yield Difference(record["n"], "state", record["state"], state)
+            yield Mismatch(record["n"], "state", record["state"], state)
         ours = _in_the_words_of(record["actions"], codec.encode(decided.actions))
         if ours != record["actions"]:
             wanted, ours = ("; ".join(map(action_line, each)) for each in (record["actions"], ours))
-            yield Difference(record["n"], "actions", wanted, ours)
+            yield Mismatch(record["n"], "actions", wanted, ours)
         if sentences and decided.reason != record["reason"]:
-            yield Difference(record["n"], "reason", repr(record["reason"]), repr(decided.reason))
+            yield Mismatch(record["n"], "reason", repr(record["reason"]), repr(decided.reason))
         snapshot = codec.after(snapshot, record)
 
 

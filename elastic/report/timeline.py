@@ -36,7 +36,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class World:
+class WorldSpan:
     """One generation: its members, where its state came from, and how many committed steps it does again."""
 
     members: int
@@ -52,7 +52,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveSpan:
     """A save: the time from the commit of its step until its manifest was in the bucket, and the workers that wrote it."""
 
     took_s: float | None
@@ -77,12 +77,12 @@ class Timeline:
     life: int = 0
     """The number of times that the run was started."""
     moments: list[Moment] = field(default_factory=list)
-    worlds: dict[int, World] = field(default_factory=dict)
+    worlds: dict[int, WorldSpan] = field(default_factory=dict)
     sizes: list[tuple[float, int]] = field(default_factory=list)
     """The number of members from a time on; 0 while there is no world."""
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """The seconds in each state, by its name."""
-    saves: dict[Version, Save] = field(default_factory=dict)
+    saves: dict[Version, SaveSpan] = field(default_factory=dict)
     recoveries: list[Recovery] = field(default_factory=list)
     committed_s: float = 0.0
     """The measured time of all commits, those of steps that were done again among them."""
@@ -180,7 +180,7 @@ class Timeline:
         elif kind == "Saved":
             version = _version(told["version"])
             began, wrote = self._begun.pop(version, None), self._wrote.pop(version, {})
-            self.saves[version] = Save(None if began is None else at - began, tuple(wrote))
+            self.saves[version] = SaveSpan(None if began is None else at - began, tuple(wrote))
             self.moments.append(Moment(at, version.step, SAVED, f"the checkpoint of step {version.step} is in the bucket"))
 
     def _note_action(self, at: float, action: Mapping[str, Any], record: Mapping[str, Any]) -> None:
@@ -190,7 +190,7 @@ class Timeline:
             step, before = plan["version"]["step"], next((each for _, each in reversed(self.sizes) if each), 0)
             layout = str(codec.decode(Layout, plan["layout"]))
             again = max(self.reached - step, 0)
-            self.worlds[plan["generation"]] = World(len(plan["members"]), layout, plan["tier"], step, before, again, not self._formed)
+            self.worlds[plan["generation"]] = WorldSpan(len(plan["members"]), layout, plan["tier"], step, before, again, not self._formed)
             self._add(at, FORMED, record["reason"] or f"generation {plan['generation']} is formed")
             self.reached, self._formed = step, True
         elif action["$"] == "Go":

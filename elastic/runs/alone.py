@@ -79,7 +79,7 @@ def begun_at(owner: Mapping[str, Any]) -> str:
 
 
 @dataclass
-class Ending:
+class EndWriter:
     """Writes how a process ends that claimed the run: by an error that leaves the ``with`` statement, or as ``how`` says by then."""
 
     store: ObjectStore
@@ -89,7 +89,7 @@ class Ending:
     how: Ended | None = None
     """The way in which it ended; None while it goes on."""
 
-    def __enter__(self) -> Ending:
+    def __enter__(self) -> EndWriter:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:

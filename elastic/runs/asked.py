@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.config.sections import Export, Part, Samples, Validation
+from elastic.config.sections import Export, Samples, Section, Validation
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.runs.notes import Note
@@ -29,7 +29,7 @@ from storage.numbered import Numbered
 
 EXPORT, SAMPLES, VALIDATION = "export", "samples", "validation"
 """The kinds of what can be asked.  Each is also the section of the job that says how often it is due."""
-SECTIONS: dict[str, type[Part]] = {EXPORT: Export, SAMPLES: Samples, VALIDATION: Validation}
+SECTIONS: dict[str, type[Section]] = {EXPORT: Export, SAMPLES: Samples, VALIDATION: Validation}
 
 Sections = Mapping[str, Mapping[str, Any]]
 """The sections of what is asked, by kind.  A section that asks for nothing is left out."""
@@ -63,7 +63,7 @@ class Asked:
         return job.model_copy(update={kind: _like(getattr(job, kind), SECTIONS[kind](**section)) for kind, section in there.items()})
 
 
-def _like(here: Part, there: Part) -> Part:
+def _like(here: Section, there: Section) -> Section:
     """Returns ``there``, with the values of ``here`` where they are equal: a name may be equal to an object that has that name."""
     pairs = ((name, getattr(here, name), getattr(there, name)) for name in type(there).model_fields)
     return there.model_copy(update={name: ours for name, ours, theirs in pairs if ours == theirs})

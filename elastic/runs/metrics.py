@@ -52,7 +52,7 @@ RETRY_S = 30.0
 """Seconds after which a sink that failed is tried again, even without new rows."""
 
 
-class Place(NamedTuple):
+class FilePosition(NamedTuple):
     """The name of a file: the version of its last row, and the record from which on the next rows are found (0: from the first on)."""
 
     step: int
@@ -64,10 +64,10 @@ class Place(NamedTuple):
         return f"{self.step:012d}-{self.generation:06d}-{self.record:012d}.jsonl"
 
 
-def places(store: ObjectStore, run: str) -> list[Place]:
+def places(store: ObjectStore, run: str) -> list[FilePosition]:
     """Returns the files of a run, in order."""
     found = store.matching(f"{run}/metrics/", r"(\d{12,})-(\d{6,})-(\d{12,})[.]jsonl")
-    return sorted(Place(*map(int, each.groups())) for each in found)
+    return sorted(FilePosition(*map(int, each.groups())) for each in found)
 
 
 def stored(store: ObjectStore, run: str, lineage: Lineage, after: int = 0) -> Iterator[Row]:
@@ -81,7 +81,7 @@ def stored(store: ObjectStore, run: str, lineage: Lineage, after: int = 0) -> It
                 yield row
 
 
-def _rows_in(store: ObjectStore, run: str, place: Place) -> list[Row]:
+def _rows_in(store: ObjectStore, run: str, place: FilePosition) -> list[Row]:
     return [row_from(line) for line in store.get(f"{run}/metrics/{place.name}").decode().splitlines()]
 
 
@@ -98,7 +98,7 @@ def store_rows(store: ObjectStore, run: str, rows: Sequence[Row], record: int = 
             told.store(store, run, row)
     if rows:
         version = version_of(rows[-1])
-        key = f"{run}/metrics/{Place(version.step, version.generation, record).name}"
+        key = f"{run}/metrics/{FilePosition(version.step, version.generation, record).name}"
         with suppress(Exists):
             store.put_if_absent(key, "".join(f"{json_line(row)}\n" for row in rows).encode())
 
@@ -213,7 +213,7 @@ class Following:
         last = version_of(final[-1])
         record = max((first for step, first in self._begun if step <= last.step), default=0)
         store_rows(self.store, self.name, final, record)
-        self._places.append(Place(last.step, last.generation, record))
+        self._places.append(FilePosition(last.step, last.generation, record))
         self.rows.forget(last.step)
         self._begun = [each for each in self._begun if each[1] >= record]
 

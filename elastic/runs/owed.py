@@ -137,7 +137,7 @@ def note_told(run: Run, debt: Debt) -> None:
         run.store.put_if_absent(_key(run, debt, "told"), seal({"format": FORMAT}))
 
 
-class Progress:
+class ProgressNote:
     """Notes in the bucket, now and then, that an attempt makes progress: it is called after each small part of the work.
 
     Whoever waits for the attempt reads it with :func:`progress`.  If the bucket does not take a note, the next one may do.
@@ -158,7 +158,7 @@ class Progress:
 
 
 def progress(run: Run, debt: Debt) -> tuple[int, float]:
-    """Returns what :class:`Progress` has noted last: the number of parts that were done, and the time; zeros if it has noted nothing."""
+    """Returns what :class:`ProgressNote` has noted last: the number of parts that were done, and the time; zeros if it has noted nothing."""
     try:
         about = result(run, debt, "progress")
     except (Missing, Damaged):

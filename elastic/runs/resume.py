@@ -32,7 +32,7 @@ BEST = "best"
 
 
 @dataclass(frozen=True)
-class Start:
+class StartPoint:
     """The place from which a command begins, as it was asked for, and the job with what it takes from there."""
 
     job: Job
@@ -68,17 +68,17 @@ class Start:
         return f"{name} goes on from {self.origin}: {what or 'with the same settings'}{self.said}"
 
 
-def start_of(job: Job, resume: str | int = LATEST) -> Start:
+def start_of(job: Job, resume: str | int = LATEST) -> StartPoint:
     """Returns where ``job`` begins: ``resume`` is ``latest``, a step of its run, or ``run@latest``, ``run@best``, ``run@step``.
 
     Raises :class:`JobError` if there is no such checkpoint, or if its state does not fit the job.
     """
     word = str(resume)
     if word == LATEST and not job.init:
-        return Start(job)
+        return StartPoint(job)
     run = Run.find(job)
     if word == LATEST:
-        return Start(job) if run.there is not None else _warm(job)
+        return StartPoint(job) if run.there is not None else _warm(job)
     try:
         name, which = (job.name, word) if is_step(word) else checkpoint_of(word)
     except ValueError as error:
@@ -87,22 +87,22 @@ def start_of(job: Job, resume: str | int = LATEST) -> Start:
         return _older(job, Run.begun(job), which)
     if run.there is not None:
         _check_same(run, name, which)
-        return Start(job)
+        return StartPoint(job)
     if job.init:
         raise JobError(f"init = {job.init!r} and --resume {word}: a run begins with the weights of one, or goes on from one; name one")
     return _fork(job, name, which)
 
 
-def _older(job: Job, run: Run, which: str) -> Start:
+def _older(job: Job, run: Run, which: str) -> StartPoint:
     """Returns the start at an older checkpoint of ``run``.  If its newest branch began there, with this job, and has saved a step since, it
     goes on: a supervisor starts the same line again and again.  By then ``best`` may be another one, so the word counts and not its step.
     """
     newest = run.newest() or Version(0, 0)
     begun = next((each for each in run.branches.every()[-1:] if not branches.changed(job.going_on(each.job), run.job)), None)
 
-    def went_on(begun: Branch, there: str) -> Start:
+    def went_on(begun: Branch, there: str) -> StartPoint:
         said = f"branch {begun.number} of {job.name} went on from {there} before: it goes on from {newest}"
-        return Start(job, said=said + ("; to go back once more, name a step" if which == BEST else ""))
+        return StartPoint(job, said=said + ("; to go back once more, name a step" if which == BEST else ""))
 
     if begun and which == BEST == begun.word:
         return went_on(begun, f"{job.name}@best, step {begun.step},")
@@ -114,7 +114,7 @@ def _older(job: Job, run: Run, which: str) -> Start:
         )
     if begun and begun.step == version.step < newest.step:
         return went_on(begun, f"step {version.step}")
-    return Start(job, at=version, word=which)
+    return StartPoint(job, at=version, word=which)
 
 
 def checkpoint(run: Run, which: str) -> Version:
@@ -252,7 +252,7 @@ def _best(run: Run) -> Version:
     return first
 
 
-def _fork(job: Job, name: str, which: str) -> Start:
+def _fork(job: Job, name: str, which: str) -> StartPoint:
     other = Run.begun(job.replace(name=name), of_the_file=False)
     other.branches.check_lost()  # also if it has later branches
     version = checkpoint(other, which)
@@ -269,7 +269,7 @@ def _fork(job: Job, name: str, which: str) -> Start:
         raise JobError(f"steps = {job.steps}: the checkpoint of {name} is at step {version.step} already; ask for more steps")
     job = job.after(ended(found.stretches(), version.step))
     changed = {key: list(pair) for key, pair in branches.changed(job, found).items()}
-    return Start(job, origin=Origin(name, version), changed=changed, said=_ending(other, which, version))
+    return StartPoint(job, origin=Origin(name, version), changed=changed, said=_ending(other, which, version))
 
 
 def instead(run: Run, which: str, version: Version) -> list[str]:
@@ -286,7 +286,7 @@ def _ending(run: Run, which: str, version: Version) -> str:
     return "".join(f"; {each}" for each in instead(run, which, version))
 
 
-def _warm(job: Job) -> Start:
+def _warm(job: Job) -> StartPoint:
     name, which = checkpoint_of(job.init)
     if name == job.name:
         raise JobError(
@@ -299,7 +299,7 @@ def _warm(job: Job) -> Start:
     if not version.step:
         raise JobError(f"init = {job.init!r}: nothing was trained by then; leave it out")
     origin = Origin(name, version)
-    return Start(job.replace(init=origin.word), origin=origin, said=_ending(other, which, version))
+    return StartPoint(job.replace(init=origin.word), origin=origin, said=_ending(other, which, version))
 
 
 def _check_same(run: Run, name: str, which: str) -> None:

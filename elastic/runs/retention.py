@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from elastic.control import saves
 from elastic.ids import Version
-from elastic.plan.retention import Found, Keep, reasons, victims, young
+from elastic.plan.retention import Keep, StoredCheckpoint, reasons, victims, young
 from elastic.protocol import lineage
 from elastic.protocol.actions import Retain
 from elastic.report.best import best, comparable
@@ -69,9 +69,11 @@ def judge(run: Run, keep: Keep, asked: Retain, listed: Iterable[Listed], now: fl
     return Verdict(kept, tuple(marked), victims((part for each, part in past if not each.deleted), {*kept, *asked.saved}, keep, spared))
 
 
-def _found(each: Listed, asked: Retain) -> Found:
+def _found(each: Listed, asked: Retain) -> StoredCheckpoint:
     begun, last = each.manifest is None and not each.damaged, max((generation for generation, _ in asked.lineage), default=0)
-    return Found(each.version, begun, begun and each.version.generation < last and not lineage.contains(asked.lineage, each.version))
+    return StoredCheckpoint(
+        each.version, begun, begun and each.version.generation < last and not lineage.contains(asked.lineage, each.version)
+    )
 
 
 def written(listed: Iterable[Listed]) -> dict[Version, float]:

@@ -19,7 +19,7 @@ from elastic.ids import NodeId, Version
 from elastic.job import Job
 from elastic.journal import codec
 from elastic.plan.layout import Layout
-from elastic.protocol.authority import Found, furthest
+from elastic.protocol.authority import JournalCopy, furthest
 from elastic.protocol.lineage import Lineage, contains
 from elastic.runs import alone, branches, forks
 from elastic.runs.branches import Branch, Branches, Origin
@@ -407,7 +407,7 @@ class Run:
         ends = [each for each in ends if each[0] >= by]  # the others are of no use
         self._tails = {each: self._tails.get(each) or replicas.segments_of(each[1]) for each in ends}
         parsed = [(incarnation, segments) for (incarnation, _), segments in self._tails.items()]
-        copies = [Found(incarnation, replicas.first_of(each), replicas.last_of(each), each) for incarnation, each in parsed if each]
+        copies = [JournalCopy(incarnation, replicas.first_of(each), replicas.last_of(each), each) for incarnation, each in parsed if each]
         found = furthest(end, by, copies)
         left = self._newest.rejoined(found.records) if found is not None else [written] if written else []
         return end, [*map(codec.checked, left)]

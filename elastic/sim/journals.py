@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from elastic.control.run import RunState
 from elastic.ids import NodeId
 from elastic.protocol import authority
-from elastic.protocol.authority import Found, Replica
+from elastic.protocol.authority import JournalCopy, Replica
 
 if TYPE_CHECKING:
     from elastic.sim.cluster import Node
@@ -250,7 +250,7 @@ class Journal:
             copies.append((node.replica.by, list(node.replica.data)))
         if disk:
             copies.append((self.coordinator.incarnation, self.disk.records[self.disk.in_bucket :]))
-        parsed = [Found(by, records[0].n, records[-1].n, records) for by, records in copies if records]
+        parsed = [JournalCopy(by, records[0].n, records[-1].n, records) for by, records in copies if records]
         found = authority.furthest(bucket.end, bucket.by, parsed)
         ahead = [each for each in found.records if each.n >= bucket.end] if found is not None else []
         run = ahead[-1].run if ahead else bucket.run

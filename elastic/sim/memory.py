@@ -13,7 +13,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.copy_budget import slots_for
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import NO_COPIES, Copied, Outcome
-from elastic.protocol.copy_schedule import Copies, Copy, NoRoom, SaveRule
+from elastic.protocol.copy_schedule import Copy, CopySchedule, NoRoom, SaveRule
 from elastic.protocol.faults import Point
 from elastic.protocol.plan import Plan
 
@@ -67,7 +67,7 @@ class Memory:
     def __init__(self, worker: Worker) -> None:
         self.worker, self.sim = worker, worker.sim
         self.slots: Slots = [None] * slots_for(worker.sim.rules.copy_every, worker.sim.rules.buddy_every)
-        self.copies: Copies | None = None
+        self.copies: CopySchedule | None = None
         self.buddied: Copy | None = None
         """The newest copy that is complete at the buddy, as the buddy has confirmed."""
         self.generation = 0
@@ -79,7 +79,7 @@ class Memory:
 
     def enter(self, plan: Plan) -> None:
         before = self.copies if self.copies is None or self.saving is not None else replace(self.copies, saving=())
-        self.copies, self.buddied = Copies.begin(plan, self.worker.name, before, whole(self.slots), self.save_rule), None
+        self.copies, self.buddied = CopySchedule.begin(plan, self.worker.name, before, whole(self.slots), self.save_rule), None
         self._go_on(None)
         if not any(slot is not None and not slot.complete and slot.copy == self.copies.begun for slot in self.slots):
             self.generation = plan.generation  # otherwise the keeper gets to know it after the first copy: see ``_complete``
@@ -99,7 +99,7 @@ class Memory:
             self.copies = ended
             self._go_on(None)
 
-    def _go_on(self, before: Copies | None) -> None:
+    def _go_on(self, before: CopySchedule | None) -> None:
         copies = self.copies
         if copies is None or copies.begun is None or (before is not None and before.begun == copies.begun):
             return
@@ -127,7 +127,7 @@ class Memory:
         work_s = 0.05 + (0.4 if self.sim.rng.random() < 0.8 else 2.5) * self.sim.rng.random()
         self.sim.clock.after(work_s, self.worker.receive, self._complete, slot, copies.plan.generation)
 
-    def _make_room(self, copies: Copies) -> None:
+    def _make_room(self, copies: CopySchedule) -> None:
         """Tries again to find a slot.  The last save of a world gets none while the save before it is on its way."""
         if self.copies is not copies or self.worker.world is None or copies.begun is None:
             return

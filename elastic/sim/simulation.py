@@ -18,7 +18,7 @@ from elastic.sim.coordinators import Coordinators
 from elastic.sim.network import Network
 from elastic.sim.oracle import Oracle
 from elastic.sim.scenario import Scenario
-from elastic.sim.spikes import Spikes
+from elastic.sim.spikes import SpikeTruth
 from elastic.sim.strikes import Strikes
 from elastic.sim.violation import Violation
 from elastic.sim.world import World
@@ -77,7 +77,7 @@ class Simulation:
         self.stop_asked = False
         self.coordinators = Coordinators(self, advance)
         self.oracle = Oracle(self)
-        self.spikes = Spikes(self)
+        self.spikes = SpikeTruth(self)
         self.cluster = Cluster(self)
         self.strikes = Strikes(self)
 

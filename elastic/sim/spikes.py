@@ -31,7 +31,7 @@ CORRUPT = (0, 1, 1, 2)
 """Numbers of corrupt samples, from which a seed draws."""
 
 
-class Spikes:
+class SpikeTruth:
     """Follows the corrupt samples of one run.  ``held`` has the quarantine that the state of each version holds."""
 
     def __init__(self, sim: Simulation) -> None:

@@ -62,7 +62,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Comparison:
     """The tensors of both checkpoints, and those that only one of them has, or has in another shape or type."""
 
     moved: tuple[Moved, ...]
@@ -70,14 +70,14 @@ class Difference:
     only_second: tuple[Tensor, ...]
 
 
-def compare(first: Reader, second: Reader, kinds: Sequence[str]) -> Difference:
+def compare(first: Reader, second: Reader, kinds: Sequence[str]) -> Comparison:
     """Compares the tensors of ``kinds``: those whose kind begins with one of them.
 
     Raises :class:`~storage.errors.Damaged` for bytes that changed.
     """
     ours, theirs = ({tensor for tensor in reader.tensors() if tensor.kind.startswith(tuple(kinds))} for reader in (first, second))
     moved = tuple(_moved(first, second, tensor) for tensor in sorted(ours & theirs))
-    return Difference(moved, tuple(sorted(ours - theirs)), tuple(sorted(theirs - ours)))
+    return Comparison(moved, tuple(sorted(ours - theirs)), tuple(sorted(theirs - ours)))
 
 
 def _moved(first: Reader, second: Reader, tensor: Tensor) -> Moved:

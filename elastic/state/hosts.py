@@ -26,7 +26,7 @@ from elastic.protocol.plan import Plan
 from elastic.state.keeper_store import request
 from elastic.state.region import BLOCK, WORD, Frame, Region, frame
 from elastic.state.shard import Shard, place_of
-from elastic.state.staging import STAGE, Coming, Piece, StagingStream
+from elastic.state.staging import STAGE, Coming, StagedBlocks, StagingStream
 from elastic.state.wire import Wire
 from storage.background import begin
 from storage.slices import Slice, Tensor, nbytes
@@ -241,13 +241,13 @@ def _gathered(part: Range, room: torch.Tensor, like: torch.Tensor) -> torch.Tens
     return room.view(like.dtype).as_strided(like.shape, steps)
 
 
-def _pieces(room: torch.Tensor, chunk: Chunk) -> Iterator[Piece]:
+def _pieces(room: torch.Tensor, chunk: Chunk) -> Iterator[StagedBlocks]:
     part, _, raw = chunk
     for first in range(0, part.bytes, STAGE):
         last = min(first + STAGE, part.bytes)
         begin, end = max(first, part.skip), min(last, part.skip + len(room))
         here = Coming(raw, last - first) if isinstance(raw, Wire) else raw[first:last]
-        yield Piece(room[begin - part.skip : end - part.skip], here, begin - first)
+        yield StagedBlocks(room[begin - part.skip : end - part.skip], here, begin - first)
 
 
 Answer = tuple[Iterator[Chunk], Callable[[], bool]]

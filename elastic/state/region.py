@@ -99,7 +99,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """The place of a tensor's part of a shard in a slot, and the range of its digests: one for every ``BLOCK`` bytes of it."""
 
     offset: int
@@ -115,7 +115,7 @@ class Place:
 class Frame:
     """The arrangement of a cell's part of the state in a slot; every process computes the same."""
 
-    places: dict[Tensor, Place]
+    places: dict[Tensor, TensorPlace]
     bytes: int
     blocks: int
 
@@ -124,7 +124,7 @@ def frame(tensors: Iterable[Tensor], cell: Cell) -> Frame:
     """Lays out the part of each tensor that ``cell`` has, as it lies in the member's memory, in the order of ``tensors`` and aligned."""
     places, end, blocks = {}, 0, 0
     for tensor in tensors:
-        place = Place(end, sum(nbytes(tensor, box.slice) for box in held(tensor, cell).boxes), blocks)
+        place = TensorPlace(end, sum(nbytes(tensor, box.slice) for box in held(tensor, cell).boxes), blocks)
         places[tensor] = place
         blocks += place.blocks
         end += -(-place.bytes // ALIGNED) * ALIGNED

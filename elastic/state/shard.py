@@ -28,7 +28,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Home:
+class ShardHome:
     """A slot of host memory in which a shard lives: the place of each of its tensors, and of their digests (int64, a range by tensor)."""
 
     slot: int
@@ -54,7 +54,7 @@ class Shard:
     version: Version
     cell: Cell
     values: dict[Key, torch.Tensor]
-    home: Home | None = None
+    home: ShardHome | None = None
     """The slot in which the parameters and moments lie, if they are in no memory of their own."""
 
     def let_go(self, *keys: Key) -> None:

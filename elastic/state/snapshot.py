@@ -29,13 +29,13 @@ from elastic.ids import Cell, Version, WorkerId
 from elastic.plan.copy_budget import CopyRule, Pace, slots_for
 from elastic.plan.placement import held
 from elastic.protocol.commit_record import NO_SAVE, Copied, Outcome
-from elastic.protocol.copy_schedule import NO_SAVES, Copies, Copy, NoRoom, SaveRule
+from elastic.protocol.copy_schedule import NO_SAVES, Copy, CopySchedule, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
 from elastic.state.digest import digests
 from elastic.state.node_memory import SPARE, free_for, reserve
 from elastic.state.pins import Pins
 from elastic.state.region import Frame, Region, frame
-from elastic.state.shard import DTYPES, Home, Key, Shard
+from elastic.state.shard import DTYPES, Key, Shard, ShardHome
 from storage.background import begin
 from storage.slices import Tensor
 
@@ -94,7 +94,7 @@ class Snapshots:
         """The shard that is copied as soon as a slot is free."""
         self.region, self.tensors, self.pace = region, tensors, Pace(rule)
         self.memory = torch.frombuffer(region.memory, dtype=torch.uint8)
-        self.copies: Copies | None = None
+        self.copies: CopySchedule | None = None
         self.made: Version | None = None
         """The newest version of the present world whose copy was begun here.  It is complete once ``settle`` has returned."""
         self.buddied: Version | None = None
@@ -104,7 +104,7 @@ class Snapshots:
         self._took_s: float | None = None
         self._lived_in: frozenset[int] = frozenset()
         """The slots in which shards live, which no copy protects."""
-        self._way = _Pinned(region, self.memory, device) if device.type == "cuda" and not region.on_disk else _Plain(region)
+        self._way = _Pinned(region, self.memory, device) if device.type == "cuda" and not region.on_disk else _HostCopy(region)
         self._under_way: tuple[Future[None], Callable[[], None]] | None = None
         """The copy that is being made, and a call that makes it again."""
 
@@ -118,7 +118,7 @@ class Snapshots:
         self.made, self.buddied, self._frame = None, None, frame(self.tensors, shard.cell)
         self._homeless, self._rank = None, plan.world_rank(worker)
         before = self.copies if self.copies is None or self.region.saving else replace(self.copies, saving=())
-        self.copies = Copies.begin(plan, worker, before, self.region.all_held(), self.saves, lives=shard.home is not None)
+        self.copies = CopySchedule.begin(plan, worker, before, self.region.all_held(), self.saves, lives=shard.home is not None)
         if self.copies.begun is not None and self.region.find(self.copies.begun) is not None:
             self.made = shard.version
         self.region.set_copy("safe", self.copies.buddied)
@@ -212,7 +212,7 @@ class Snapshots:
 
     # ---- shards that live in slots
 
-    def home(self, copy: Copy, held: Iterable[Shard], *, adopt: bool) -> Home:
+    def home(self, copy: Copy, held: Iterable[Shard], *, adopt: bool) -> ShardHome:
         """Returns a slot for a shard that becomes ``copy``; ``held`` are the shards that live in slots now.
 
         With ``adopt`` it is the slot that holds the copy, as it is, if there is one.  Raises :class:`NoMemory`.
@@ -225,7 +225,7 @@ class Snapshots:
         self._way.pin(min(slots_for(1, 0, offload=True), self.region.slots), layout.bytes)
         return self._empty(copy.cell, layout, copy.version)
 
-    def next_home(self, shard: Shard) -> Home:
+    def next_home(self, shard: Shard) -> ShardHome:
         """Returns a slot for the next version of ``shard``, which lives in another one.  Raises :class:`NoMemory`.
 
         It is called before a step is prepared: after its commit, an update must not fail for want of memory.
@@ -239,7 +239,7 @@ class Snapshots:
         assert shard.home is not None
         self.region.finish(shard.home.slot, Copy(version, shard.cell), shard.home.bytes)
 
-    def _empty(self, cell: Cell, layout: Frame, wanted: Version | None = None) -> Home:
+    def _empty(self, cell: Cell, layout: Frame, wanted: Version | None = None) -> ShardHome:
         """Empties a slot that nobody needs and makes it fit.
 
         Copies of ``wanted`` stay if they can.  Of the others, slots that have memory are taken first, and then the oldest copy.
@@ -258,7 +258,7 @@ class Snapshots:
         self._make_fit(slot, layout.bytes, [each for each in free if not worth(each)[0]])
         return self._home(slot, cell, layout)
 
-    def _home(self, slot: int, cell: Cell, layout: Frame, *, whole: bool = False) -> Home:
+    def _home(self, slot: int, cell: Cell, layout: Frame, *, whole: bool = False) -> ShardHome:
         data, values, blocks = self.region.data_at(slot), {}, {}
         for tensor, place in layout.places.items():
             key, room = (tensor.kind, tensor.name), self.memory[data + place.offset : data + place.offset + place.bytes]
@@ -271,7 +271,7 @@ class Snapshots:
             self.region.let_go(first, first + places[key].bytes)
 
         sums = torch.frombuffer(self.region.digests(slot), dtype=torch.int64)
-        return Home(slot, layout.bytes, values, sums, blocks, whole, self.region.folder, let_go)
+        return ShardHome(slot, layout.bytes, values, sums, blocks, whole, self.region.folder, let_go)
 
     def _free(self, slots: Collection[Copy | None]) -> list[int]:
         """Returns those of ``slots`` that hold neither a protected copy nor a living shard."""
@@ -374,7 +374,7 @@ class Snapshots:
         return self._frame.bytes
 
 
-class _Plain:
+class _HostCopy:
     """Copies memory of the host into a slot."""
 
     def __init__(self, region: Region) -> None:

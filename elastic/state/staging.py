@@ -43,7 +43,7 @@ class Coming:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StagedBlocks:
     """``raw`` is whole blocks on the host.  ``room`` (uint8, flat) is the memory that gets their bytes from ``skip`` on, as many as fit."""
 
     room: torch.Tensor
@@ -82,7 +82,7 @@ class StagingStream(AbstractContextManager["StagingStream"]):
         """``number`` tells apart the staging streams that this worker has open at the same time."""
         self.device, self._stream = device, None
         self._host = torch.empty(STAGE, dtype=torch.uint8)
-        self._waiting: deque[tuple[Piece, _Stage, Callable[[], torch.Tensor]]] = deque()
+        self._waiting: deque[tuple[StagedBlocks, _Stage, Callable[[], torch.Tensor]]] = deque()
         if device.type == "cuda":
             self._stream = stream(f"staging {number}", device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -90,7 +90,7 @@ class StagingStream(AbstractContextManager["StagingStream"]):
         self._sums: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def send(self, piece: Piece) -> None:
+    def send(self, piece: StagedBlocks) -> None:
         """Begins to send ``piece``, which is in its place once ``arrived`` has returned."""
         raw = piece.raw
         if self._stream is None or not piece.room.is_cuda:

@@ -31,7 +31,7 @@ from elastic.engine.streams import stream, wait_for
 from elastic.errors import StateDamaged
 from elastic.job import Job
 from elastic.state.digest import digests
-from elastic.state.shard import Home, Key
+from elastic.state.shard import Key, ShardHome
 from storage.background import begin
 
 T = TypeVar("T")
@@ -69,14 +69,14 @@ def groups_of(units: Sequence[Mapping[Key, torch.Tensor]], most: int) -> list[li
     return groups
 
 
-def through(device: torch.device, before: Home, after: Home, groups: Sequence[Sequence[Key]]) -> Generator[Values]:
+def through(device: torch.device, before: ShardHome, after: ShardHome, groups: Sequence[Sequence[Key]]) -> Generator[Values]:
     """Yields the tensors of each group of ``before`` on ``device``.  What the caller makes of them goes to ``after``, with its digests.
 
     A group that was yielded is emptied once its tensors were written, so that the device has at most ``GROUPS`` of them.  Nothing is in
     flight any more when the generator ends or is closed.  Raises :class:`StateDamaged` after the last group if the bytes of a file are not
     those that were written there; what went to ``after`` is no state then.
     """
-    way: _Way = _Threads(device) if before.folder else _Streams(device) if device.type == "cuda" else _Plain()
+    way: _Way = _Threads(device) if before.folder else _Streams(device) if device.type == "cuda" else _OnHost()
     coming = [way.load(before, keys) for keys in groups[:1]]
     going = deque[tuple[Values, Callable[[], None]]]()
     try:
@@ -104,14 +104,14 @@ def _told(folder: str, wrong: Sequence[Key]) -> str:
     )
 
 
-def put(home: Home, key: Key, value: torch.Tensor) -> None:
+def put(home: ShardHome, key: Key, value: torch.Tensor) -> None:
     """Writes a tensor, which may be on a device, and its digests."""
     home.values[key].copy_(value)
     home.sums[home.blocks[key]] = digests(value).to(home.sums.device)
     home.let_go(key)
 
 
-def fetch(home: Home, key: Key, device: torch.device) -> torch.Tensor:
+def fetch(home: ShardHome, key: Key, device: torch.device) -> torch.Tensor:
     """Returns a tensor of a slot for use on ``device``; it may be the slot's own memory.  It waits for nothing on the device.
 
     Raises :class:`StateDamaged` if the slot is in a file and the bytes are not those that were written there.
@@ -125,7 +125,7 @@ def fetch(home: Home, key: Key, device: torch.device) -> torch.Tensor:
     return value.to(device)
 
 
-def look_at(home: Home, key: Key) -> None:
+def look_at(home: ShardHome, key: Key) -> None:
     """Raises :class:`StateDamaged` if a tensor is in a file and its bytes there are not those that were written."""
     if home.folder:
         sound = torch.equal(digests(home.values[key]), home.sums[home.blocks[key]])
@@ -137,7 +137,7 @@ def look_at(home: Home, key: Key) -> None:
 class Moments(Mapping[str, torch.Tensor]):
     """The moments of a parameter that lives in a slot.  Each is fetched when it is used, because it may be in a file."""
 
-    def __init__(self, home: Home, name: str, kinds: Iterable[str], device: torch.device) -> None:
+    def __init__(self, home: ShardHome, name: str, kinds: Iterable[str], device: torch.device) -> None:
         self._home, self._name, self._kinds, self._device = home, name, tuple(kinds), device
 
     def __getitem__(self, kind: str) -> torch.Tensor:
@@ -151,10 +151,10 @@ class Moments(Mapping[str, torch.Tensor]):
 
 
 class _Way(Protocol):
-    def load(self, home: Home, keys: Sequence[Key]) -> Callable[[], Values]:
+    def load(self, home: ShardHome, keys: Sequence[Key]) -> Callable[[], Values]:
         """Begins to bring tensors to the device.  Returns a call that returns them, for work on the present stream."""
 
-    def store(self, home: Home, values: Values) -> Callable[[], None]:
+    def store(self, home: ShardHome, values: Values) -> Callable[[], None]:
         """Begins to write tensors, after the work on the present stream.  Returns a call that waits for that."""
 
     def wrong(self) -> list[Key]:
@@ -164,14 +164,14 @@ class _Way(Protocol):
         """Waits for everything that was begun."""
 
 
-class _Plain:
+class _OnHost:
     """The way where the device is the host."""
 
-    def load(self, home: Home, keys: Sequence[Key]) -> Callable[[], Values]:
+    def load(self, home: ShardHome, keys: Sequence[Key]) -> Callable[[], Values]:
         values = {key: home.values[key].clone() for key in keys}
         return lambda: values
 
-    def store(self, home: Home, values: Values) -> Callable[[], None]:
+    def store(self, home: ShardHome, values: Values) -> Callable[[], None]:
         for key, value in values.items():
             put(home, key, value)
         return lambda: None
@@ -194,10 +194,10 @@ class _Threads:
         self._differ = dict[Key, torch.Tensor]()
         """True, on the device, for a loaded tensor whose digests differ from those that were written."""
 
-    def load(self, home: Home, keys: Sequence[Key]) -> Callable[[], Values]:
+    def load(self, home: ShardHome, keys: Sequence[Key]) -> Callable[[], Values]:
         return self._begin(partial(self._read, home, keys), "offload in")
 
-    def store(self, home: Home, values: Values) -> Callable[[], None]:
+    def store(self, home: ShardHome, values: Values) -> Callable[[], None]:
         computed = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         return self._begin(partial(self._write, home, values, computed), "offload out")
 
@@ -223,7 +223,7 @@ class _Threads:
         return ended
 
     @torch.no_grad()
-    def _read(self, home: Home, keys: Sequence[Key]) -> Values:
+    def _read(self, home: ShardHome, keys: Sequence[Key]) -> Values:
         values = Values()
         with self._stream("offload in"):
             for key in keys:
@@ -235,7 +235,7 @@ class _Threads:
         return values
 
     @torch.no_grad()
-    def _write(self, home: Home, values: Values, computed: torch.cuda.Event | None) -> None:
+    def _write(self, home: ShardHome, values: Values, computed: torch.cuda.Event | None) -> None:
         with self._one_writes, self._stream("offload out"):
             if computed is not None:
                 computed.wait()
@@ -256,7 +256,7 @@ class _Streams:
     def __init__(self, device: torch.device) -> None:
         self.device, self._in, self._out = device, stream("offload in", device), stream("offload out", device)
 
-    def load(self, home: Home, keys: Sequence[Key]) -> Callable[[], Values]:
+    def load(self, home: ShardHome, keys: Sequence[Key]) -> Callable[[], Values]:
         with torch.cuda.stream(self._in):
             values = {key: home.values[key].to(self.device, non_blocking=True) for key in keys}
             came = self._in.record_event()
@@ -267,7 +267,7 @@ class _Streams:
 
         return arrive
 
-    def store(self, home: Home, values: Values) -> Callable[[], None]:
+    def store(self, home: ShardHome, values: Values) -> Callable[[], None]:
         sums = {key: digests(value) for key, value in values.items()}
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):

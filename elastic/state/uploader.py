@@ -29,7 +29,7 @@ from elastic.plan.axes import Box
 from elastic.plan.layout import Layout
 from elastic.plan.placement import cell_of, held, written_by
 from elastic.protocol.copy_schedule import Copy
-from elastic.state.region import BLOCK, WORD, Frame, Place, Region, frame
+from elastic.state.region import BLOCK, WORD, Frame, Region, TensorPlace, frame
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.errors import Full, StorageError, Unavailable
 from storage.objects import ObjectStore
@@ -45,7 +45,7 @@ NICE = 5
 
 
 @dataclass(frozen=True)
-class Part:
+class SavePart:
     """One member's part of a save: the shard that world rank ``rank`` of ``layout`` had of ``version``, in a region of process ``pid``."""
 
     number: int
@@ -59,7 +59,7 @@ class Part:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Part:
+    def from_json(cls, value: dict[str, Any]) -> SavePart:
         return cls(**value | {"version": Version(**value["version"]), "layout": Layout.from_json(value["layout"])})
 
 
@@ -72,7 +72,7 @@ def name_of(layout: Layout, rank: int) -> str:
     return f"shard-{rank:05d}-of-{layout.world:05d}"
 
 
-def upload(checkpoints: Checkpoints, region: Region, part: Part, given_up: Callable[[], bool] = lambda: False) -> ShardReceipt:
+def upload(checkpoints: Checkpoints, region: Region, part: SavePart, given_up: Callable[[], bool] = lambda: False) -> ShardReceipt:
     """Writes ``part`` from its slot in ``region`` and returns the receipt.
 
     Raises :class:`StateMissing` if the slot does not hold the copy, or holds it corrupted; :class:`GivenUp`; :class:`StorageError`.
@@ -104,7 +104,7 @@ def upload(checkpoints: Checkpoints, region: Region, part: Part, given_up: Calla
     return receipt
 
 
-def _bytes_of(data: memoryview, place: Place, tensor: Tensor, box: Box, shape: tuple[int, ...]) -> memoryview:
+def _bytes_of(data: memoryview, place: TensorPlace, tensor: Tensor, box: Box, shape: tuple[int, ...]) -> memoryview:
     """Returns the bytes of ``box`` from a member's memory of ``tensor``, which has ``shape``; they are copied only where they lie apart."""
     item = nbytes(tensor, box.slice) // box.slice.count
     memory = np.frombuffer(data, dtype=np.uint8, count=place.bytes, offset=place.offset).reshape(*shape, item)
@@ -125,7 +125,7 @@ def check(region: Region, slot: int, lies: Frame, done: Callable[[Tensor], None]
         done(tensor)
 
 
-def _sums(data: memoryview, place: Place) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _sums(data: memoryview, place: TensorPlace) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Returns the digests of a tensor's bytes as ``digest.digests`` takes them: the sum of each block's words, modulo 2^64."""
     raw = np.frombuffer(data, dtype=np.uint8, count=place.bytes, offset=place.offset)
     whole, rest = divmod(place.bytes, BLOCK)
@@ -154,9 +154,9 @@ class Uploader:
             if "give_up" in value:
                 self._given_up.add(value["give_up"])
             else:
-                pool.submit(self._write, Part.from_json(value))
+                pool.submit(self._write, SavePart.from_json(value))
 
-    def _write(self, part: Part) -> None:
+    def _write(self, part: SavePart) -> None:
         try:
             region = Region.of_process(part.pid, part.descriptor)
             slices = count()

@@ -26,7 +26,7 @@ from elastic.protocol.events import SaveFailed, ShardSaved
 from elastic.protocol.uploads import REFUSALS, Told, hopeless
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region
-from elastic.state.uploader import Part, name_of
+from elastic.state.uploader import SavePart, name_of
 from elastic.threads import keep_going
 from storage.checkpoints import ShardReceipt
 
@@ -194,7 +194,7 @@ class Uploads:
         self._number += 1
         task.number, task.attempts = self._number, task.attempts + 1
         assert task.region is not None
-        part = Part(task.number, os.getpid(), task.region.descriptor, task.save.version, task.save.layout, task.rank)
+        part = SavePart(task.number, os.getpid(), task.region.descriptor, task.save.version, task.save.layout, task.rank)
         self._write(part.to_json())
 
     def _write(self, line: str) -> None:

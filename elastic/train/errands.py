@@ -60,7 +60,7 @@ def attempt(run: Run, debt: Debt, make: Callable[[Progressed], Made], *, traced:
     there is something else to do: these are no failures.
     """
     try:
-        about, told = make(owed.Progress(run, debt))
+        about, told = make(owed.ProgressNote(run, debt))
     except (Unavailable, FencedOff):
         raise
     except Exception as error:  # whatever the user's code raises, and a damaged checkpoint

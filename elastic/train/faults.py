@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elastic.config.sections import Fault
+from elastic.config.sections import WorkerFault
 from elastic.engine.parallelize import sharding_table
 
 EXIT_CODE = 17
@@ -43,7 +43,7 @@ class InjectedError(RuntimeError):
     """The exception of a fault of kind "exception"."""
 
 
-class Place(Protocol):
+class Position(Protocol):
     """The position of a worker in a generation; a :class:`~elastic.engine.world.World` is one too."""
 
     @property
@@ -60,7 +60,7 @@ class Seat(NamedTuple):
     rank: int
 
 
-class Asked(NamedTuple):
+class FaultOrder(NamedTuple):
     """A fault that chaos has asked for; if ``point`` is "", it happens at any point."""
 
     kind: str
@@ -72,21 +72,21 @@ class Asked(NamedTuple):
 class Faults:
     """The faults that are set for this worker.  ``strike`` performs the one that is set at a point; each happens once in a process."""
 
-    def __init__(self, faults: tuple[Fault, ...]) -> None:
+    def __init__(self, faults: tuple[WorkerFault, ...]) -> None:
         self.faults = list(faults)
-        self.asked: list[Asked] = []
+        self.asked: list[FaultOrder] = []
         """Faults that chaos has asked for, oldest first; the control thread adds them."""
         self.step = 0
         self._watched = 0
         """The generation whose model has hooks for the points inside it."""
         self._one_takes = threading.Lock()
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: FaultOrder) -> None:
         """Sets a fault that happens when this process next reaches its point.  Raises ValueError for a kind not in :data:`KINDS`."""
         _check(asked.kind)
         self.asked.append(asked)
 
-    def aim(self, step: int, model: torch.nn.Module, place: Place) -> None:
+    def aim(self, step: int, model: torch.nn.Module, place: Position) -> None:
         """Prepares for ``step``, which is about to be computed.
 
         The points inside the model get their hooks only once a fault is set there.
@@ -99,7 +99,7 @@ class Faults:
             self._watched = place.generation
             self._watch(model, place)
 
-    def _watch(self, model: torch.nn.Module, place: Place) -> None:
+    def _watch(self, model: torch.nn.Module, place: Position) -> None:
         """Hooks the points "forward" and "backward" into the middle block of the model.
 
         "forward" is reached when the block has run, "backward" when the gradient of its output arrives.
@@ -125,7 +125,7 @@ class Faults:
 
             middle._compiled_call_impl = call
 
-    def strike(self, point: str, step: int, place: Place) -> None:
+    def strike(self, point: str, step: int, place: Position) -> None:
         """Performs the fault that chaos has asked for at ``point``, if any, and then the one that the job sets here."""
         if self.asked and (asked := self._take(point)):
             perform(asked.kind, asked.duration_s, asked.amount)
@@ -136,7 +136,7 @@ class Faults:
                 perform(fault.kind)
                 return
 
-    def _take(self, point: str) -> Asked | None:
+    def _take(self, point: str) -> FaultOrder | None:
         """Removes and returns the first fault that fits ``point``.  It holds a lock because the thread that saves reaches points too."""
         with self._one_takes:
             found = next((each for each in self.asked if each.point in ("", point)), None)

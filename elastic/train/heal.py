@@ -28,7 +28,7 @@ from elastic.runs import forks
 from elastic.runs.branches import Origin
 from elastic.state.digest import digests
 from elastic.state.hosts import Access, read
-from elastic.state.shard import DTYPES, Home, Key, Shard, place_of
+from elastic.state.shard import DTYPES, Key, Shard, ShardHome, place_of
 from elastic.state.staging import STREAMS, StagingStream
 from elastic.state.streaming import look_at
 from elastic.train.gauges.counters import OPERATIONS
@@ -49,7 +49,7 @@ def nothing() -> None:
     """Stands where a hook is expected and none is wanted; it does nothing."""
 
 
-def home_of(session: Session, plan: Plan, worker: WorkerId, held: Iterable[Shard] = ()) -> Home | None:
+def home_of(session: Session, plan: Plan, worker: WorkerId, held: Iterable[Shard] = ()) -> ShardHome | None:
     """Returns the slot in which the worker's shard of a new world will live: the one that holds it already, if there is one.
 
     ``held`` are the shards that the worker holds until then.  Returns None if the job does not offload its state.

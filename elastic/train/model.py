@@ -29,13 +29,13 @@ from elastic.engine.optim.groups import decays, parameter_groups
 from elastic.engine.parallelize import matrices_of, parallelize, sharding_table, shared_across, unlike_within, without_dimensions
 from elastic.engine.parameters.base import shape_of
 from elastic.engine.parameters.whole import Whole
-from elastic.engine.spikes import Spikes
+from elastic.engine.spikes import SpikeMemory
 from elastic.engine.world import World
 from elastic.errors import ElasticError, ModelError
 from elastic.ids import Cell
 from elastic.job import Job
 from elastic.plan.placement import cell_of, held
-from elastic.state.shard import DTYPE_NAMES, DTYPES, Home, Key, Shard
+from elastic.state.shard import DTYPE_NAMES, DTYPES, Key, Shard, ShardHome
 from elastic.state.streaming import Moments, fetch, group_bytes, groups_of, put, through
 from elastic.train.checks.guards import Guard
 from elastic.train.gauges.arithmetic import Arithmetic
@@ -296,7 +296,7 @@ class State:
     AssertionError if the wrapped model holds other parts of the tensors than ``plan/placement.py`` says.
     """
 
-    def __init__(self, job: Job, builder: Builder, rule: Rule, world: World, version: Version, home: Home | None = None) -> None:
+    def __init__(self, job: Job, builder: Builder, rule: Rule, world: World, version: Version, home: ShardHome | None = None) -> None:
         blueprint = build_model(job, builder)
         self.tensors = tensors_of(blueprint, rule)
         shapes = {name: shape_of(parameter) for name, parameter in blueprint.named_parameters()}
@@ -319,10 +319,10 @@ class State:
         parameters = (tensor for tensor in self.tensors if tensor.kind == "parameter")
         boxes = {tensor.name: tuple(box.slice for box in held(tensor, cell).boxes) for tensor in parameters}
         self.optimizer = Optimizer(job, rule, self.trained, boxes, decayed, shapes, matrices, groups)
-        self.spikes = Spikes(job, self.optimizer.kept)
+        self.spikes = SpikeMemory(job, self.optimizer.kept)
         self.shard = Shard(version, cell, self._values(local, cell))
         assert (home is not None) is job.offloads, "state that is offloaded lives in a slot, and no other does"
-        self.next_home: Home | None = None
+        self.next_home: ShardHome | None = None
         """The slot into which the next update moves the state."""
         if home is not None:
             self._streamed = [
@@ -370,7 +370,7 @@ class State:
 
     # ---- state that lives in a slot
 
-    def _live_in(self, home: Home) -> None:
+    def _live_in(self, home: ShardHome) -> None:
         values, parts = home.values, self.optimizer.parts
         self.shard.values |= {key: values[key] for unit in self._streamed for key in unit}
         self.shard.home, self.next_home, device = home, None, self.world.device

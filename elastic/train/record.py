@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elastic.protocol.commit_record import FROM_DEVICE, HEADER, LOWER, CommitShape, Head
+from elastic.protocol.commit_record import FROM_DEVICE, HEADER, LOWER, CommitShape, RecordHead
 
 if TYPE_CHECKING:
     from elastic.train.step import Share
 
 
-def blank_record(shape: CommitShape, head: Head, share: Share) -> torch.Tensor:
+def blank_record(shape: CommitShape, head: RecordHead, share: Share) -> torch.Tensor:
     """Returns this member's record, float64 [shape.fields], with all that the host knows; see ``protocol/commit_record.py``."""
     known: list[float] = [*head]
     for ids in share.samples:

@@ -40,7 +40,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Tensors that are cut alike, sorted, and their boxes, each with the file that has it of all of them."""
 
     tensors: tuple[Tensor, ...]
@@ -55,7 +55,7 @@ Part = tuple[str, Slice, Slice]
 class Index:
     """``headers`` has the length and the digest of the header of each file."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[TensorGroup, ...]
     headers: Mapping[str, File]
     _meeting: dict[tuple[int, Corners], list[tuple[str, Corners, Corners]]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -74,8 +74,8 @@ class Index:
         return sum(len(group.tensors) * len(group.boxes) for group in self.groups)
 
     @cached_property
-    def _in_file(self) -> dict[str, list[tuple[Group, Corners]]]:
-        found: dict[str, list[tuple[Group, Corners]]] = defaultdict(list)
+    def _in_file(self) -> dict[str, list[tuple[TensorGroup, Corners]]]:
+        found: dict[str, list[tuple[TensorGroup, Corners]]] = defaultdict(list)
         for group in self.groups:
             for file, corners in group.boxes:
                 found[file].append((group, corners))
@@ -133,7 +133,7 @@ class Index:
                 tensors = tuple(Tensor(name, kind, dtype, shape) for name, kind, dtype in line["tensors"])
                 corners = ((number, tuple(map(int, start)), tuple(map(int, stop))) for number, start, stop in line["boxes"])
                 boxes = tuple((files[number].name, (start, stop)) for number, start, stop in corners)
-                groups.append(Group(tensors, boxes))
+                groups.append(TensorGroup(tensors, boxes))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             raise Damaged(object, "an index of slices", f"{len(raw)} bytes that are not one") from None
         return cls(tuple(groups), {file.name: file for file in files})
@@ -147,7 +147,7 @@ def cuts_of(slices: Iterable[tuple[Tensor, Slice]]) -> tuple[Cut, ...]:
     return tuple(Cut(text_of(tensors), *corners) for (_, corners), tensors in sorted(alike.items(), key=lambda each: each[0]))
 
 
-def grouped(cuts: Iterable[tuple[str, Cut]]) -> tuple[Group, ...]:
+def grouped(cuts: Iterable[tuple[str, Cut]]) -> tuple[TensorGroup, ...]:
     """Returns the cuts of all files as groups: two tensors are in the same group if exactly the same boxes of both are in the same files.
 
     The work is that for the *different* lists of tensors, of which there are few, and for the boxes.
@@ -162,7 +162,9 @@ def grouped(cuts: Iterable[tuple[str, Cut]]) -> tuple[Group, ...]:
     alike: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for tensor in sorted(lists):
         alike[tuple(lists[tensor])].append(tensor)
-    return tuple(Group(tuple(tensors), tuple(sorted(each for text in texts for each in places[text]))) for texts, tensors in alike.items())
+    return tuple(
+        TensorGroup(tuple(tensors), tuple(sorted(each for text in texts for each in places[text]))) for texts, tensors in alike.items()
+    )
 
 
 def text_of(tensors: Iterable[Tensor]) -> str:

@@ -22,7 +22,7 @@ import fsspec
 from storage.background import begin
 from storage.errors import Exists, Full, Missing, Unavailable
 from storage.objects.port import NO_ROOM, Data, ObjectStore, below, pieces_of
-from storage.objects.remote import RemotePolicy, Transient
+from storage.objects.remote import RemotePolicy, Retryable
 
 MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 FINAL = (PermissionError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, ImportError)
@@ -127,14 +127,14 @@ class Fsspec(ObjectStore):
 
 
 def _attempt(call: Any, seconds: float) -> Any:
-    """Returns the result of ``call()``.  Raises :class:`Transient` if another attempt may help, and after ``seconds``."""
+    """Returns the result of ``call()``.  Raises :class:`Retryable` if another attempt may help, and after ``seconds``."""
     future = begin(call, "fsspec")
     try:
         error = future.exception(seconds)
     except TimeoutError:
-        raise Transient(f"no answer within {seconds:.1f} s") from None
+        raise Retryable(f"no answer within {seconds:.1f} s") from None
     if error is None:
         return future.result()
     if isinstance(error, (*MISSING, *FINAL, FileExistsError)) or getattr(error, "errno", None) in NO_ROOM:
         raise error
-    raise Transient(f"{type(error).__name__}: {error}") from error
+    raise Retryable(f"{type(error).__name__}: {error}") from error

@@ -19,7 +19,7 @@ from storage.errors import Unavailable
 T = TypeVar("T")
 
 
-class Transient(Exception):
+class Retryable(Exception):
     """An attempt raises this if another one may help.  The text says what happened."""
 
 
@@ -52,7 +52,7 @@ class RemotePolicy:
             number += 1
             try:
                 return attempt(min(self.attempt_s + extra_s, end - self.clock()))
-            except Transient as error:
+            except Retryable as error:
                 last = error
             pause_s = self.draw() * min(self.longest_pause_s, self.first_pause_s * 2 ** (number - 1))
             if number >= self.attempts or self.clock() + pause_s >= end:

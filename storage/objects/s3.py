@@ -37,8 +37,8 @@ from s3fs import S3FileSystem
 
 from storage.errors import Exists, Full, Missing, StorageError, Unavailable
 from storage.objects.port import Data, ObjectStore, below, pieces_of, size_of
-from storage.objects.remote import RemotePolicy, Transient
-from storage.objects.s3_errors import FAILURES, Refused, judged, meaning
+from storage.objects.remote import RemotePolicy, Retryable
+from storage.objects.s3_errors import FAILURES, S3Refused, judged, meaning
 
 PART_BYTES = 32 * 2**20
 """Least number of bytes of a part, unless it is the last one.  S3 allows 5 MiB to 5 GiB."""
@@ -124,7 +124,7 @@ class S3(ObjectStore):
         shared_s = self.policy.transfer_s(self.at_once * (stop - first)) if stop is not None else 0.0  # concurrent requests share the link
         try:
             answer = self._call(key, "get_object", ranged, shared_s)
-        except Refused:  # 416: the object ends before ``first``
+        except S3Refused:  # 416: the object ends before ``first``
             return b""
         if ranged and not str(answer.get("ContentRange", "")).startswith(f"bytes {first}-"):
             raise Unavailable(self.full_name(key), "the store answers a range with other bytes; use one that honours Range")
@@ -153,7 +153,7 @@ class S3(ObjectStore):
             try:
                 arguments = {"Prefix": self._above + prefix, **(options or {}), **more}
                 page = self._request(f"{self.url}/{prefix}*", "list_objects_v2", arguments)
-            except Refused as refused:
+            except S3Refused as refused:
                 raise Unavailable(f"{self.url}/{prefix}*", meaning(refused)) from refused
             yield page
             more = {"ContinuationToken": page["NextContinuationToken"]} if page.get("IsTruncated") else None
@@ -178,7 +178,7 @@ class S3(ObjectStore):
                 self._call(key, "put_object", {**body, **condition}, self.policy.transfer_s(len(first)))
             else:
                 self._upload(key, _chain(first, second, blocks), mark, condition)
-        except Refused as refused:
+        except S3Refused as refused:
             found = self._mark(key)
             if found == mark:
                 return
@@ -198,7 +198,7 @@ class S3(ObjectStore):
     def _abort(self, key: str, upload: str) -> None:
         """Tells the store to drop the parts.  Gives up soon if the store does not answer."""
         brief = S3(self.filesystem, self.root, replace(self.policy, attempts=3, call_s=min(20.0, self.policy.call_s)))
-        with suppress(StorageError, Refused):
+        with suppress(StorageError, S3Refused):
             brief._call(key, "abort_multipart_upload", {"UploadId": upload})
 
     def _send(self, key: str, upload: str, blocks: Iterable[bytes]) -> Sequence[Part]:
@@ -236,7 +236,7 @@ class S3(ObjectStore):
         named = {"Key": self._path(key).removeprefix(f"{self.bucket}/"), **(arguments or {})}
         try:
             return self._request(self.full_name(key), verb, named, extra_s)
-        except Refused as refused:
+        except S3Refused as refused:
             if refused.code in ("NoSuchKey", "404"):
                 raise Missing(key, self.url) from refused
             if refused.lost_its_place or refused.status == 416:
@@ -264,7 +264,7 @@ class S3(ObjectStore):
                     async with answer["Body"] as body:
                         answer["Body"] = await body.read()
                     if len(answer["Body"]) != length:
-                        raise Transient(f"{len(answer['Body'])} of {length} bytes came")
+                        raise Retryable(f"{len(answer['Body'])} of {length} bytes came")
         except FAILURES as error:
             raise judged(error, seconds) from error
         return answer

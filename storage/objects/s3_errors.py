@@ -9,7 +9,7 @@ import aiohttp
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
 
-from storage.objects.remote import Transient
+from storage.objects.remote import Retryable
 
 FAILURES = (boto.ClientError, boto.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError, ValueError)
 """Everything that a request raises if network, store or configuration is at fault.  TimeoutError is an OSError."""
@@ -66,7 +66,7 @@ _UNUSABLE: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
-class Refused(Exception):
+class S3Refused(Exception):
     """The store refuses, and would refuse again."""
 
     def __init__(self, status: int, code: str, text: str) -> None:
@@ -84,36 +84,36 @@ class Refused(Exception):
         return self.status == 507 or self.code in _FULL_CODES
 
 
-def judged(error: Exception, seconds: float) -> Transient | Refused:
+def judged(error: Exception, seconds: float) -> Retryable | S3Refused:
     """Returns what to raise instead of ``error``, which ended an attempt of ``seconds``."""
     if isinstance(error, boto.ClientError):
         return _answered(error)
     if isinstance(error, TimeoutError) and not str(error):
-        return Transient(f"no answer within {seconds:.1f} s")
+        return Retryable(f"no answer within {seconds:.1f} s")
     if isinstance(error, _TRANSIENT):
-        return Transient(f"{type(error).__name__}: {error}")
+        return Retryable(f"{type(error).__name__}: {error}")
     advice = next((advice for kind, advice in _UNUSABLE if isinstance(error, kind)), "check the node's AWS settings")
-    return Refused(0, "", f"{str(error).splitlines()[0]}; {advice}")
+    return S3Refused(0, "", f"{str(error).splitlines()[0]}; {advice}")
 
 
-def _answered(error: boto.ClientError) -> Transient | Refused:
+def _answered(error: boto.ClientError) -> Retryable | S3Refused:
     said = error.response.get("Error", {})
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     code = str(said.get("Code", status))
     text = f"{status} {'' if code == str(status) else code}".strip() + f": {said.get('Message', 'no reason given')}"
     if code in ("PreconditionFailed", "412"):  # a completion is answered 200 before it is decided, and the refusal comes in the body
-        return Refused(412, code, text)
-    refused = Refused(status, code, text)
+        return S3Refused(412, code, text)
+    refused = S3Refused(status, code, text)
     if code in _MEANING or refused.full:
         return refused
     # 409: several writers collided; the next attempt shows which of them won
     if code in _TRANSIENT_CODES or status >= 500 or status in (408, 409, 429):
-        return Transient(text)
+        return Retryable(text)
     region = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region", "")
-    return Refused(status, code, f"{text} (the bucket is in {region})" if region else text)
+    return S3Refused(status, code, f"{text} (the bucket is in {region})" if region else text)
 
 
-def meaning(refused: Refused) -> str:
+def meaning(refused: S3Refused) -> str:
     """Returns the store's words and what to do."""
     advice = _MEANING.get(refused.code)
     return f"{refused.text}; {advice}" if advice else refused.text

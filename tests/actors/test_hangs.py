@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from actors import launch
-from actors.perform import UNREACHED, Group
+from actors.perform import UNREACHED, ActorGroup
 from actors.relay import Orders
 from actors.view import View
 from elastic.data.cursor import Cursor
@@ -230,7 +230,7 @@ class Follower:
 
     def loses(self, keeper: Any) -> str:
         told = queue.SimpleQueue[KeeperLost]()
-        these = Group.__new__(Group)
+        these = ActorGroup.__new__(ActorGroup)
         these._closing, these.keepers, these.post = False, {NodeId("away"): keeper}, told.put  # type: ignore[assignment]
         these.orders, these._looks = Orders(1, {}, {}, {}, 10.0), ThreadPoolExecutor(1)
         error = ray.exceptions.ActorUnavailableError("the connection broke", None)

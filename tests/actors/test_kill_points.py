@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.cli import main
-from elastic.config.sections import Fault
+from elastic.config.sections import WorkerFault
 from elastic.runs.run import Run
 from tests.actors.test_reshaped_settings import CASES, assert_held, disturbed, settings_of
 from tests.support.chaos import Trial, assert_survived, assert_work, formed
@@ -149,7 +149,7 @@ def test_a_crash_has_left_its_traceback(survived: tuple[Script, Trial], tmp_path
     assert main(["logs", str(tmp_path / "job.toml"), "w99"]) == 1, "nobody of that name"
 
 
-WRONG_FAULTS: dict[str, Callable[[Fault], dict[str, Any]]] = {
+WRONG_FAULTS: dict[str, Callable[[WorkerFault], dict[str, Any]]] = {
     "another signal": lambda fault: {"kind": {"SIGKILL": "SIGSEGV", "SIGSEGV": "exit", "exit": "SIGKILL"}.get(fault.kind, fault.kind)},
     "another victim": lambda fault: {"world_rank": 2 if fault.generation == 1 else fault.world_rank},
     "another step": lambda fault: {"step": 9 if fault.generation == 1 else fault.step},

@@ -22,7 +22,7 @@ from actors import cluster
 from actors.coordinator import GRACE_S
 from actors.keeper import Keeper
 from actors.objects import UsersCode
-from actors.perform import Group
+from actors.perform import ActorGroup
 from actors.processes import leave_nothing, log_folder, make_log_folder, remove_logs
 from actors.view import View
 from actors.worker import Worker
@@ -277,7 +277,7 @@ def test_a_run_whose_keeper_is_lost_at_its_end_leaves_nothing(tmp_path: Path, lo
     desk: Any = ray.remote(num_cpus=0, max_concurrency=4)(Desk).remote()
     said = list[Any]()
     run = Run.open(job)
-    one = Group(job, run, TOKEN, 1, desk, UsersCode([]), b"secret", said.append)
+    one = ActorGroup(job, run, TOKEN, 1, desk, UsersCode([]), b"secret", said.append)
     one.tell = said.append
     with file(segment(f"{NAME}-2-0001-abcdef", "w1")):
         one.keep(cluster.here())

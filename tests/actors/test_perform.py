@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from actors import perform, relay
-from actors.perform import NODE_DIED, UNREACHED, Group
+from actors.perform import NODE_DIED, UNREACHED, ActorGroup
 from actors.relay import Orders
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.layout import Layout
@@ -70,7 +70,7 @@ def test_an_actor_out_of_reach_is_asked_for_again(
     """Only an actor that is certainly dead need not be waited for: behind a cut an actor may live on, and commit."""
     told: Future[Lost] = Future()
     monkeypatch.setattr(perform, "REACH_S", 0.001)
-    these = Group.__new__(Group)
+    these = ActorGroup.__new__(ActorGroup)
     these._lives, these._closing, these.post = set(), False, told.set_result  # type: ignore[assignment]
     actor = Actor(*errors)
     these._when_done(actor.remote(), actor, lambda error: these._ended(WorkerId("w1"), error))
@@ -82,7 +82,7 @@ def test_a_keeper_that_cannot_be_made_refuses_its_node_alone(monkeypatch: pytest
     """It says nothing about a bucket that all nodes would have to share.  The control: a keeper that died refuses nothing."""
     told, node = queue.SimpleQueue[Event](), NodeId("n1")
     monkeypatch.setattr(perform.cluster, "place", lambda _: "node n1 (here)")
-    these = Group.__new__(Group)
+    these = ActorGroup.__new__(ActorGroup)
     these._closing, these.post, these.keepers, these._looks = False, told.put, {}, ThreadPoolExecutor(1)
     these.orders = Orders(1, {}, {}, {}, 10.0)
     unmade = ray.exceptions.RayActorError(error_msg="ModuleNotFoundError: No module named 'blake3'", actor_init_failed=True)
@@ -95,7 +95,7 @@ def test_a_keeper_that_cannot_be_made_refuses_its_node_alone(monkeypatch: pytest
 
 def test_a_worker_that_has_certainly_ended_is_forgotten() -> None:
     """A run of months on machines that come and go has many workers; what is kept of each would grow without end."""
-    these = Group.__new__(Group)
+    these = ActorGroup.__new__(ActorGroup)
     these.workers, these.joined, these.keepers, these._guests = {}, {}, {}, defaultdict(set)
     one, other, node = WorkerId("w1"), WorkerId("w2"), NodeId("n1")
     for worker in (one, other):
@@ -130,7 +130,7 @@ def test_a_keeper_that_was_out_of_reach_is_told_its_saves_again(
     """A planned stop asks for its saves once and waits.  The control: a call that arrived, or met a dead keeper, is not repeated."""
     monkeypatch.setattr(perform, "REACH_S", 0.001)
     keeper, nodes = Keeper(*ends, None), (NodeId("n1"), NodeId("n2"))
-    these = Group.__new__(Group)
+    these = ActorGroup.__new__(ActorGroup)
     these._closing, these._uploads, these.incarnation, these.keepers = False, 0, 1, {nodes[0]: keeper}
     own, other = (Save(Version(5, 1), 1, Layout(1, 1), (WorkerId("w1"),), (node,)) for node in nodes)
     these.perform(Upload(nodes, (own, other), 1, Version(5, 1)))
@@ -160,7 +160,7 @@ class Slow(Forwarding):
 def test_a_manifest_that_is_asked_for_again_while_it_is_written_is_written_once() -> None:
     """It is made of the packed receipts that the keepers sent.  The control: asked for afterwards, it is found in its place."""
     store, told, version = Slow(ObjectStore.open("memory://perform")), queue.SimpleQueue[Event](), Version(5, 1)
-    these = Group.__new__(Group)
+    these = ActorGroup.__new__(ActorGroup)
     these.run, these.parts, these.post, these.ship = Run(toy_job("memory://perform"), store), Parts(), told.put, lambda timeout_s: True
     these._committing, these._pool = set(), ThreadPoolExecutor(4)
     for number, receipt in enumerate(write(these.run.checkpoints, version, state_of(TENSORS, seed=1), 2)):
@@ -191,7 +191,7 @@ def test_whatever_keeps_a_manifest_from_being_written_is_reported(error: Excepti
     def commit(*_: Any) -> None:
         raise error
 
-    these = Group.__new__(Group)
+    these = ActorGroup.__new__(ActorGroup)
     these.post = told.set_result  # type: ignore[assignment]
     these.ship = lambda _: True  # type: ignore[assignment, method-assign]
     parts, run = SimpleNamespace(of=commit), SimpleNamespace(checkpoints=SimpleNamespace(manifest=commit))

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from actors.view import View
-from elastic.config.sections import Fault
+from elastic.config.sections import WorkerFault
 from elastic.data.cursor import Cursor
 from elastic.report.story import Sentence
 from elastic.runs.run import Run
@@ -30,7 +30,7 @@ STUCK = "the abort before generation 2 has not ended in"
 
 def struck_by(chaos: Trial, *faults: dict[str, Any]) -> Trial:
     """Returns ``chaos``, to be checked as if the job had asked for ``faults`` too."""
-    known = (*chaos.job.faults, *(Fault(**fault) for fault in faults))
+    known = (*chaos.job.faults, *(WorkerFault(**fault) for fault in faults))
     job = chaos.job.replace(workers=chaos.job.workers.model_copy(update={"gpus": 1}))  # some faults strike accelerators
     return replace(chaos, job=job.model_copy(update={"faults": known}))
 

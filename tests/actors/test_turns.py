@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from actors import errands as module
-from actors.errands import LOOKS, MANY, WAITING, Attempt, Errands, Outcome, Patience, Process
+from actors.errands import LOOKS, MANY, WAITING, Attempt, Errands, Outcome, Patience, PayingProcess
 from actors.objects import UsersCode
 from elastic.control.inbox import Inbox
 from elastic.control.run import Finished
@@ -140,7 +140,7 @@ def test_a_later_coordinator_tells_the_validations_that_the_journal_does_not_kno
     assert ordered.posted == [Evaluated(Version(10, 1), Validated(1.0, 1))], "again, as long as the journal does not say that it knows it"
 
 
-def made(process: Process, debt: Debt) -> Outcome:
+def made(process: PayingProcess, debt: Debt) -> Outcome:
     """Notes that an export is made, in place of the process that makes it."""
     return f"{debt}: done", owed.note_done(process.errands.run, debt, {})
 
@@ -148,7 +148,7 @@ def made(process: Process, debt: Debt) -> Outcome:
 def test_a_long_export_holds_up_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the export is under way until the validation was ordered and noted."""
     over = threading.Event()
-    monkeypatch.setattr(Process, "begin", lambda process, debt: lambda: made(process, debt) if over.is_set() else None)
+    monkeypatch.setattr(PayingProcess, "begin", lambda process, debt: lambda: made(process, debt) if over.is_set() else None)
     ordered = Ordered(export={"every": 10})
     ordered.errands.begin()
     until(lambda: ordered.orders and owed.EXPORT in ordered.errands.attempts, what="no spare was ordered to validate")
@@ -248,10 +248,10 @@ def test_the_end_of_a_run_waits_for_an_export_as_long_as_it_makes_progress(progr
         elif progresses:
             over.set()
 
-    monkeypatch.setattr(Process, "begin", lambda process, debt: lambda: made(process, debt) if over.is_set() else None)
+    monkeypatch.setattr(PayingProcess, "begin", lambda process, debt: lambda: made(process, debt) if over.is_set() else None)
     ordered = Ordered(10, export={"every": 10}, deadlines={"wait_s": 1.0})
     errands, noting = ordered.errands, ordered.job.model_copy(update={"deadlines": SimpleNamespace(wait_s=0.0)})
-    progress = [owed.Progress(Run(noting, ordered.run.store), Debt(Version(10, 1), owed.EXPORT))]
+    progress = [owed.ProgressNote(Run(noting, ordered.run.store), Debt(Version(10, 1), owed.EXPORT))]
     errands.begin()
     until(lambda: errands.attempts, what="no export was begun")
     clock = Clock(meanwhile)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import pytest
 
 from elastic.config.describe import meaning_of, settings_page
-from elastic.config.sections import Part
+from elastic.config.sections import Section
 from elastic.config.settings import leaves
 from elastic.config.values import Change, Free, Positive, change_at, change_of, free_settings
 from elastic.data.cursor import SAMPLINGS
@@ -23,7 +23,7 @@ from elastic.runs.branches import flat
 pytestmark = pytest.mark.fast
 
 
-class Sizes(Part):
+class Sizes(Section):
     """Sizes."""
 
     width: Free[Positive] = 1
@@ -31,7 +31,7 @@ class Sizes(Part):
     forgotten: Positive = 1
 
 
-def problems(model: type[Part]) -> list[str]:
+def problems(model: type[Section]) -> list[str]:
     """The settings that lack a change class or a meaning."""
     return [name for name, field in leaves(model).items() if change_of(field) is None or not re.match(r"`?\w.*\.$", meaning_of(field))]
 
@@ -95,7 +95,7 @@ def test_the_class_of_a_setting_is_found_by_its_name() -> None:
 
 
 def test_a_section_is_wholly_free_only_if_each_of_its_settings_is() -> None:
-    class Outer(Part):
+    class Outer(Section):
         """Outer."""
 
         sizes: Sizes = Sizes()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.cli import main
-from elastic.config.sections import Fault, Optim, Parallel, Workers
+from elastic.config.sections import Optim, Parallel, WorkerFault, Workers
 from elastic.config.settings import leaves, nearest
 from elastic.errors import JobError
 from elastic.job import Job
@@ -70,7 +70,7 @@ def test_a_file_and_options_over_it(job_file: Path) -> None:
         (["--parallel.dp-shard", "auto"], "parallel", Parallel()),
         (["--parallel.dp-shard", "2"], "parallel", Parallel(dp_shard=2)),
         (["--name", "2026"], "name", "2026"),
-        (["--faults", '[{point = "save", step = 3}]'], "faults", (Fault(point="save", step=3),)),
+        (["--faults", '[{point = "save", step = 3}]'], "faults", (WorkerFault(point="save", step=3),)),
         (["--steps", "5", "--steps", "6"], "steps", 6),
         (["--compile", "yes"], "compile", True),
         (["--reproducible", "0"], "reproducible", False),

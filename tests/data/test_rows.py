@@ -22,7 +22,7 @@ from elastic.code.imports import users_traceback
 from elastic.data.cursor import Cursor
 from elastic.data.loader import Loader, batch_of
 from elastic.data.readers import Readers
-from elastic.data.rows import SAMPLED, Rows, dataset_of
+from elastic.data.rows import SAMPLED, SelectedRows, dataset_of
 from elastic.errors import DataError, JobError
 from elastic.job import Job
 from elastic.runs.data import OF_ROWS
@@ -150,7 +150,7 @@ def test_a_dataset_is_known_again_by_its_own_fingerprint_or_by_rows() -> None:
             return f"named-{self.count}"
 
     def known(dataset: Any) -> tuple[str, str]:
-        rows = Rows(dataset, "data.dataset = 'mine'")
+        rows = SelectedRows(dataset, "data.dataset = 'mine'")
         return rows.fingerprint(), rows.note
 
     assert known(Named()) == (

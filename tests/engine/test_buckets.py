@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from elastic.engine.parameters.buckets import Bucket, buckets_of, described
+from elastic.engine.parameters.buckets import GatherBucket, buckets_of, described
 from elastic.engine.world import World
 from elastic.errors import JobError
 from elastic.ids import Version
@@ -108,7 +108,7 @@ def test_blocks_of_other_dtypes_are_not_joined() -> None:
 @pytest.mark.fast
 def test_a_model_without_blocks_is_one_bucket() -> None:
     found = buckets_of(nn.Linear(2, 3), ShardingTable(()), 5)
-    assert found == [Bucket((), ("weight", "bias"), 9)]
+    assert found == [GatherBucket((), ("weight", "bias"), 9)]
     assert described(found) == "1 bucket, of which the largest has 9 elements"
     assert buckets_of(nn.Identity(), ShardingTable(()), 5) == [] and described([]).startswith("0 buckets")
 

@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elastic.config.sections import Fault
+from elastic.config.sections import WorkerFault
 from elastic.engine.optim.base import rule_of
 from elastic.engine.parameters.split import FSDP_STREAMS
 from elastic.engine.world import World
 from elastic.ids import Version
 from elastic.plan.layout import Layout
-from elastic.train.faults import Asked, Faults, InjectedError
+from elastic.train.faults import FaultOrder, Faults, InjectedError
 from elastic.train.machine.gpus import LAUNCHES
 from elastic.train.model import State, builder_of
 from tests.support.commands import ROOT
@@ -103,12 +103,12 @@ def test_faults_lie_outside_of_what_is_compiled(point: str, by: str) -> None:
     model, world = Twice(), cast(World, _Seat())
     for layer in model.layers:
         layer.compile(fullgraph=True, backend=backend)
-    faults = Faults((Fault(point=point, step=6, kind="exception"),) if by == "the job" else ())
+    faults = Faults((WorkerFault(point=point, step=6, kind="exception"),) if by == "the job" else ())
     for step in range(1, 6):
         faults.aim(step, model, world)
         model(torch.ones(2, 4)).sum().backward()
     if by == "chaos":
-        faults.ask(Asked("exception", point))
+        faults.ask(FaultOrder("exception", point))
     faults.aim(6, model, world)
     with pytest.raises(InjectedError):
         model(torch.ones(2, 4)).sum().backward()

@@ -148,7 +148,7 @@ def torn(world: World, job: Job, *, in_place: bool = False) -> tuple[bool, bool,
     with pytest.MonkeyPatch.context() as patch, member(world, job, Version(0, 0), prefetch=0) as me:
         patch.setattr(streaming, "GROUP", SMALL)
         if in_place:
-            patch.setattr(streaming._Plain, "load", lambda self, home, keys: lambda: {key: home.values[key] for key in keys})
+            patch.setattr(streaming._OnHost, "load", lambda self, home, keys: lambda: {key: home.values[key] for key in keys})
             patch.setattr(streaming._Threads, "_read", lambda self, home, keys: {key: home.values[key] for key in keys})
         me.step()
         me.step()

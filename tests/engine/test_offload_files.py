@@ -29,7 +29,7 @@ from elastic.plan.layout import Layout
 from elastic.protocol.copy_schedule import Copy
 from elastic.state import node_memory
 from elastic.state.region import Region, frame
-from elastic.state.shard import Home, Key, Shard
+from elastic.state.shard import Key, Shard, ShardHome
 from elastic.state.snapshot import Snapshots
 from elastic.state.streaming import SHARES, Values, _Threads, buffer_gb, group_bytes, groups_of, put, through
 from elastic.state.uploader import check
@@ -71,12 +71,12 @@ def test_a_group_is_updated_while_the_one_before_goes(tmp_path: Path, monkeypatc
     came, updated, seen = defaultdict[str, Event](Event), defaultdict[str, Event](Event), list[bool]()
     write, read = _Threads._write, _Threads._read
 
-    def reads(self: _Threads, home: Home, keys: list[Key]) -> Values:
+    def reads(self: _Threads, home: ShardHome, keys: list[Key]) -> Values:
         for _, name in keys:
             came[name].set()
         return read(self, home, keys)
 
-    def writes(self: _Threads, home: Home, values: Values, computed: None) -> None:
+    def writes(self: _Threads, home: ShardHome, values: Values, computed: None) -> None:
         if ("parameter", "w0") in values:
             patience_s = PATIENCE_S if together else 0.5
             seen.append(updated[f"w{later}"].wait(patience_s) and came[f"w{later + 1}"].wait(patience_s))

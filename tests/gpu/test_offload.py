@@ -15,7 +15,7 @@ from elastic.protocol.copy_schedule import Copy
 from elastic.state import streaming
 from elastic.state.digest import digests
 from elastic.state.region import Region, frame
-from elastic.state.shard import Home, Shard
+from elastic.state.shard import Shard, ShardHome
 from elastic.state.snapshot import Snapshots
 from elastic.state.streaming import GROUPS, groups_of, put, through
 from storage.slices import Tensor
@@ -32,7 +32,7 @@ TENSORS = tuple(Tensor(f"w{number}", "parameter", "F32", (SIZE // 4096, 1024)) f
 
 
 @pytest.fixture(params=["memory", "files"])
-def homes(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Home, Home]:
+def homes(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ShardHome, ShardHome]:
     """Returns two slots, pinned if they are in memory, of which the first has numbers; each of its tensors is a group."""
     whole, version, folder = frame(TENSORS, cell(1, 0)), Version(1, 1), str(tmp_path) if request.param == "files" else ""
     snapshots = Snapshots(Region.create(4, whole.bytes, whole.blocks, TENSORS, folder), TENSORS, torch.device("cuda"), AUTO)
@@ -43,13 +43,13 @@ def homes(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Home, Home]:
     return one, snapshots.next_home(Shard(version, cell(1, 0), {}, one))
 
 
-def double(one: Home, other: Home) -> None:
+def double(one: ShardHome, other: ShardHome) -> None:
     for values in through(torch.device("cuda", 0), one, other, groups_of([{key: value} for key, value in one.values.items()], 1)):
         for value in values.values():
             value.mul_(2)
 
 
-def test_the_next_slot_has_the_results_and_the_device_a_few_groups(homes: tuple[Home, Home]) -> None:
+def test_the_next_slot_has_the_results_and_the_device_a_few_groups(homes: tuple[ShardHome, ShardHome]) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -64,7 +64,7 @@ def test_the_next_slot_has_the_results_and_the_device_a_few_groups(homes: tuple[
 
 @pytest.mark.parametrize("homes", ["memory"], indirect=True)
 @pytest.mark.parametrize("apart", [True, False], ids=["streams", "control"])
-def test_one_group_comes_while_another_goes(homes: tuple[Home, Home], monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
+def test_one_group_comes_while_another_goes(homes: tuple[ShardHome, ShardHome], monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
     """F3: the trace has copies to the device during copies from it; if both use one stream it has none."""
     double(*homes)
     if not apart:

@@ -143,7 +143,7 @@ def test_where_ours_is_wrong_it_would_show(monkeypatch: pytest.MonkeyPatch) -> N
     assert not torch.allclose(ours(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-3)
     scaled = built("granite")
     plain, _ = next_token(scaled, batch())
-    scaled.lm_head.__class__ = transformers_lm.Head
+    scaled.lm_head.__class__ = transformers_lm.FusedHead
     scaled.fuses_loss = True  # type: ignore[assignment]
     fused, _ = next_token(scaled, batch())
     assert not torch.allclose(fused, plain, rtol=1e-3)

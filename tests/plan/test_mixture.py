@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.plan.mixture import Deal, shares, turns
+from elastic.plan.mixture import MixtureTurns, shares, turns
 
 pytestmark = pytest.mark.fast
 
@@ -28,7 +28,7 @@ def strays(parts: list[int], wanted: list[int]) -> Fraction:
 @given(weights, st.integers(1, 300))
 def test_a_part_is_never_a_whole_sample_from_its_exact_share(wanted: list[int], positions: int) -> None:
     """A2: at every prefix, and for every part."""
-    deal = Deal(0, (0,) * len(wanted), shares([float(each) for each in wanted]))
+    deal = MixtureTurns(0, (0,) * len(wanted), shares([float(each) for each in wanted]))
     assert strays([deal.at(position)[0] for position in range(positions)], wanted) < 1
 
 
@@ -46,7 +46,7 @@ def test_independent_draws_stray() -> None:
 def test_looking_up_is_counting(wanted: list[int], since: int, more: int) -> None:
     """The place in a part is the number of positions that it had before."""
     had = [3 * part for part in range(len(wanted))]
-    deal = Deal(since, tuple(had), shares([float(each) for each in wanted]))
+    deal = MixtureTurns(since, tuple(had), shares([float(each) for each in wanted]))
     for position in range(since, since + more):
         assert deal.before(position) == tuple(had)
         part, place = deal.at(position)

@@ -39,7 +39,7 @@ def box(part: Slice) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
 
 
-def gathered(whole: np.ndarray, held: placement.Held) -> np.ndarray:
+def gathered(whole: np.ndarray, held: placement.HeldPart) -> np.ndarray:
     """Returns a member's memory, filled box by box from ``whole``."""
     memory = np.zeros(held.shape, whole.dtype)
     for each in held.boxes:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.ids import Version
-from elastic.plan.retention import Found, Keep, reasons, victims, young
+from elastic.plan.retention import Keep, StoredCheckpoint, reasons, victims, young
 
 pytestmark = pytest.mark.fast
 VERSIONS = st.builds(Version, st.integers(1, 12), st.integers(1, 3))
@@ -39,7 +39,10 @@ def test_l7_a_checkpoint_is_deleted_only_if_no_rule_keeps_it(data: st.DataObject
     begun, spared, needed, fresh = (data.draw(st.sets(VERSIONS, max_size=4)) for _ in range(4))
     keep, best = data.draw(KEEPS), data.draw(st.none() | VERSIONS)
     abandoned = data.draw(st.sets(VERSIONS, max_size=4)) - saved
-    found = [*(Found(each, False) for each in saved | abandoned), *(Found(each, True) for each in begun - saved - abandoned)]
+    found = [
+        *(StoredCheckpoint(each, False) for each in saved | abandoned),
+        *(StoredCheckpoint(each, True) for each in begun - saved - abandoned),
+    ]
     kept = reasons(saved, keep, best, needed, fresh)
     assert set(kept) == {each for each in saved if wanted(each, saved, keep, best, needed, fresh)}
     gone = set(victims(found, kept, keep, {*spared, *needed}))

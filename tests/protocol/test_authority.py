@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic.ids import NodeId
 from elastic.protocol import authority as product
-from elastic.protocol.authority import COPY_S, DEPOSED, MARKS, Audience, Authority, Found, Replica, furthest, has_read_all, waits_s
+from elastic.protocol.authority import COPY_S, DEPOSED, MARKS, Audience, Authority, JournalCopy, Replica, furthest, has_read_all, waits_s
 from tests.sim.mutants import Edit, copied
 
 pytestmark = pytest.mark.fast
@@ -203,8 +203,8 @@ def test_a_keeper_that_was_made_anew_heeds_whoever_made_it() -> None:
 # ---- a follower's side
 
 
-def found(by: int, first: int, last: int) -> Found:
-    return Found(by, first, last, list(range(first, last + 1)))
+def found(by: int, first: int, last: int) -> JournalCopy:
+    return JournalCopy(by, first, last, list(range(first, last + 1)))
 
 
 def test_the_copy_that_reaches_furthest_without_a_gap() -> None:
@@ -401,7 +401,7 @@ class World:
             attached[node] = replica.by
             copies.append((replica.by, list(replica.data)))
         numbers = {record: actor.first + n for actor in self.actors for n, record in enumerate(actor.records)}
-        parsed = [self.rules.Found(by, numbers[data[0]], numbers[data[-1]], data) for by, data in copies if data]
+        parsed = [self.rules.JournalCopy(by, numbers[data[0]], numbers[data[-1]], data) for by, data in copies if data]
         end = len(self.bucket)
         best = self.rules.furthest(end, self.bucket[-1][0] if self.bucket else 0, parsed)
         ahead = [record for record in best.records if numbers[record] >= end] if best is not None else []

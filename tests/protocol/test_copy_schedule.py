@@ -12,7 +12,7 @@ from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.copy_budget import slots_for
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import GO_ON, Outcome, is_saved
-from elastic.protocol.copy_schedule import Copies, Copy, NoRoom, SaveRule
+from elastic.protocol.copy_schedule import Copy, CopySchedule, NoRoom, SaveRule
 from elastic.protocol.plan import Plan
 from tests.support.cells import cell
 
@@ -27,8 +27,8 @@ def outcome(step: int, copied: int = -1, buddied: int = -1, generation: int = 1)
     return Outcome(step, generation, 1.0, (1.0,), (1,), ((0,),), True, copied_through=copied, buddied_through=buddied)
 
 
-def first(plan: Plan = PLAN) -> Copies:
-    return Copies.begin(plan, MEMBERS[1])
+def first(plan: Plan = PLAN) -> CopySchedule:
+    return CopySchedule.begin(plan, MEMBERS[1])
 
 
 def own(step: int, generation: int = 1, index: int = 1) -> Copy:
@@ -66,22 +66,22 @@ def test_copies_are_made_as_seldom_as_the_members_agreed() -> None:
 
 def test_what_was_complete_stays_protected_in_the_next_generation() -> None:
     before = replace(first(), copied=own(5), buddied=own(3), begun=own(6))
-    copies = Copies.begin(LATER, MEMBERS[1], before)
+    copies = CopySchedule.begin(LATER, MEMBERS[1], before)
     assert (copies.copied, copies.buddied) == (own(5), own(3))
-    earlier = Copies.begin(replace(LATER, version=Version(4, 1)), MEMBERS[1], before)
+    earlier = CopySchedule.begin(replace(LATER, version=Version(4, 1)), MEMBERS[1], before)
     assert (earlier.copied, earlier.buddied) == (None, own(3)), "step 5 was given up"
 
 
 def test_what_the_plan_knows_is_protected() -> None:
     """This member has not seen the last commit; another one, which died, had seen it, and had gone on to overwrite its copy of step 5."""
     before = replace(first(), copied=own(5), begun=own(6))
-    copies = Copies.begin(replace(LATER, protected=Version(6, 1)), MEMBERS[1], before, [own(5), own(6)])
+    copies = CopySchedule.begin(replace(LATER, protected=Version(6, 1)), MEMBERS[1], before, [own(5), own(6)])
     assert copies.copied == own(6) and copies.slot([own(5), own(6)]) == 0
 
 
 def test_the_same_version_in_another_place_is_another_copy() -> None:
     """A member in a new seat copies its first version anew, and keeps the old copy until the new one is everywhere."""
-    copies = Copies.begin(LATER, MEMBERS[1], replace(first(), copied=own(6)))
+    copies = CopySchedule.begin(LATER, MEMBERS[1], replace(first(), copied=own(6)))
     assert copies.begun == own(6, index=0) and copies.slot([own(6), own(5)]) == 1
     later = copies.after(outcome(7, copied=6, generation=2))
     assert later.copied == own(6, index=0) and later.slot([own(6), own(6, index=0)]) == 0
@@ -90,7 +90,7 @@ def test_the_same_version_in_another_place_is_another_copy() -> None:
 def test_a_copy_of_the_generation_before_does_not_count_for_this_one() -> None:
     """A member that kept its seat has this copy and a newcomer does not; both begin the next copy after the same commit."""
     before, stays = replace(first(), copied=own(6)), replace(LATER, members=(WorkerId("w4"), MEMBERS[1], MEMBERS[2]))
-    copies = Copies.begin(stays, MEMBERS[1], before)
+    copies = CopySchedule.begin(stays, MEMBERS[1], before)
     assert copies.begun == copies.copied == own(6)
     assert copies.after(outcome(7, generation=2)).begun == own(6)
     assert copies.after(outcome(8, copied=6, generation=2)).begun == own(8, 2)
@@ -108,7 +108,7 @@ class Member:
     """Copies and sends at its own pace.  ``slots``: its copies, each with whether it is complete; ``buddy``: those at its buddy."""
 
     rng: random.Random
-    copies: Copies
+    copies: CopySchedule
     slots: list[tuple[Copy, bool] | None]
     buddy: list[tuple[Copy, bool] | None] = field(default_factory=lambda: [None, None])
     saving: Copy | None = None
@@ -125,7 +125,7 @@ class Member:
                 if each and ready and self.rng.random() < 0.6:
                     slots[n] = (each[0], True)
 
-    def begins(self, before: Copies | None) -> None:
+    def begins(self, before: CopySchedule | None) -> None:
         """Begins the copy and the transfer that are due after the last commit."""
         copies = self.copies
         if copies.begun is not None and (before is None or before.begun != copies.begun):
@@ -144,7 +144,7 @@ def everywhere(members: list[Member], where: Callable[[Member], list[tuple[Copy,
     return set.intersection(*({each[0].version for each in where(member) if each and each[1]} for member in members))
 
 
-def lost(seed: int, slots: int, rule: Callable[[Copies, Outcome], Copies] = Copies.after) -> str:
+def lost(seed: int, slots: int, rule: Callable[[CopySchedule, Outcome], CopySchedule] = CopySchedule.after) -> str:
     """Runs sixty steps of members that copy at different paces; returns which promised copies are missing, or an empty text.
 
     A save on its way to the bucket counts too: it takes some steps, and the last save may overtake it.
@@ -152,7 +152,9 @@ def lost(seed: int, slots: int, rule: Callable[[Copies, Outcome], Copies] = Copi
     rng = random.Random(seed)
     plan = replace(PLAN, copy_every=rng.randint(1, 3), buddy_every=rng.choice((1, 2, 5)))
     saves = SaveRule(rng.choice((1, 4, 7)), 60)
-    members = [Member(random.Random(seed + n), Copies.begin(plan, worker, rule=saves), [None] * slots) for n, worker in enumerate(MEMBERS)]
+    members = [
+        Member(random.Random(seed + n), CopySchedule.begin(plan, worker, rule=saves), [None] * slots) for n, worker in enumerate(MEMBERS)
+    ]
     for member in members:
         member.begins(None)
     on_their_way = set[Version]()
@@ -206,15 +208,15 @@ def test_with_one_slot_less_it_is_not() -> None:
 def test_a_save_that_nobody_protects_is_overwritten() -> None:
     """Control: a rule that forgets the saves under way."""
 
-    def careless(copies: Copies, seen: Outcome) -> Copies:
-        return replace(Copies.after(copies, seen), saving=())
+    def careless(copies: CopySchedule, seen: Outcome) -> CopySchedule:
+        return replace(CopySchedule.after(copies, seen), saving=())
 
     assert any("the save of" in lost(seed, slots_for(1, 1), careless) for seed in range(300))
 
 
 def test_a_save_begins_with_the_first_version_copied_at_or_after_the_step_at_which_it_is_due() -> None:
     """A due save makes a copy due; while a member has no room it is owed, and begins as soon as all have."""
-    copies, saved = Copies.begin(replace(PLAN, copy_every=5), MEMBERS[1], rule=SaveRule(4, 20)), list[int]()
+    copies, saved = CopySchedule.begin(replace(PLAN, copy_every=5), MEMBERS[1], rule=SaveRule(4, 20)), list[int]()
     begun = [0]
     for step in range(1, 21):
         behind = 8 <= step < 11 or step >= 17
@@ -228,7 +230,7 @@ def test_a_save_begins_with_the_first_version_copied_at_or_after_the_step_at_whi
 
 
 def test_where_nothing_else_is_copied_saves_are() -> None:
-    copies = Copies.begin(replace(PLAN, copy_every=0), MEMBERS[1], rule=SaveRule(4, 20))
+    copies = CopySchedule.begin(replace(PLAN, copy_every=0), MEMBERS[1], rule=SaveRule(4, 20))
     assert copies.begun is None
     copies = copies.after(replace(outcome(4), saves=True))
     assert (copies.begun, copies.saving, copies.copied) == (own(4), (own(4),), None) and copies.slot([None]) == 0
@@ -241,22 +243,22 @@ def test_where_nothing_else_is_copied_saves_are() -> None:
 def test_a_world_that_begins_with_the_last_step_saves_it() -> None:
     """The world was formed again for that save: a copy of it that an earlier world had begun gives way; other saves on their way do not."""
     before = replace(first(), saving=(own(4), own(6)))
-    copies = Copies.begin(replace(LATER, copy_every=0, lineage=((1, 6),)), MEMBERS[1], before, rule=SaveRule(4, 6))
+    copies = CopySchedule.begin(replace(LATER, copy_every=0, lineage=((1, 6),)), MEMBERS[1], before, rule=SaveRule(4, 6))
     assert copies.begun == own(6, index=0) and copies.saving == (own(4), own(6, index=0))
     assert copies.slot([own(6)]) == 0
-    assert Copies.begin(replace(LATER, copy_every=0, lineage=((1, 6),)), MEMBERS[1], before, rule=SaveRule(4, 7)).begun is None
+    assert CopySchedule.begin(replace(LATER, copy_every=0, lineage=((1, 6),)), MEMBERS[1], before, rule=SaveRule(4, 7)).begun is None
 
 
 def test_members_that_copy_whenever_they_can_lose_it() -> None:
     """Control: the oldest of the members' newest copies may be a version that some members never copied."""
     rng = random.Random(0)
 
-    def alone(copies: Copies, seen: Outcome) -> Copies:
-        return Copies.after(replace(copies, begun=copies.copied) if rng.random() < 0.5 else copies, seen)
+    def alone(copies: CopySchedule, seen: Outcome) -> CopySchedule:
+        return CopySchedule.after(replace(copies, begun=copies.copied) if rng.random() < 0.5 else copies, seen)
 
     assert any(lost(seed, slots_for(1, 1), alone) for seed in range(300))
 
 
 def test_a_save_that_was_given_up_protects_nothing_in_the_next_generation() -> None:
     before = replace(first(), saving=(own(4), own(7)))
-    assert Copies.begin(replace(LATER, lineage=((1, 6),)), MEMBERS[1], before).saving == (own(4),)
+    assert CopySchedule.begin(replace(LATER, lineage=((1, 6),)), MEMBERS[1], before).saving == (own(4),)

@@ -22,11 +22,11 @@ from elastic.protocol.commit_record import Outcome, Usage
 from elastic.report.page import page_of
 from elastic.report.page.draw import png_of, svg_of
 from elastic.report.page.html import KEPT, html_of
-from elastic.report.page.model import Branch, Chart, Checkpoint, Facts, Line
+from elastic.report.page.model import BranchRow, Chart, CheckpointRow, Facts, Line
 from elastic.report.page.series import Columns, buckets, smoothed
 from elastic.report.recoveries import Recovery
 from elastic.report.story import StepLine
-from elastic.report.timeline import FORMED, LOST, Moment, Save, Timeline, World
+from elastic.report.timeline import FORMED, LOST, Moment, SaveSpan, Timeline, WorldSpan
 from elastic.report.words import duration, percent, shown
 from elastic.runs.run import Run
 from elastic.train.alone.local import run_local
@@ -299,12 +299,12 @@ def long_run(steps: int, incidents: int, text: str = HOSTILE) -> Facts:
     for number in range(incidents):
         step, at = steps * number // incidents, 1e9 + steps * number / incidents
         told.moments += [Moment(at, step, LOST, text), Moment(at, step, FORMED, text)]
-        told.worlds[number] = World(8, text, text, step, 7, 0, False)
+        told.worlds[number] = WorldSpan(8, text, text, step, 7, 0, False)
         told.sizes += [(at, 7), (at + 0.5, 8)]
         told.recoveries.append(Recovery(number, text, False, at, 0.1, 0.1, 0.1, 0.1, 0.0, 0.1, at + 0.5))
-    kept = [Checkpoint(Version(step, 1), 10**9, text, text, ("best",)) for step in range(incidents)]
-    told.saves = {each.version: Save(1.0, (text,) * 20) for each in kept}
-    branch = Branch(2, 1, 1e9, {f"{number} {text}": (text, text * 100) for number in range(incidents)})
+    kept = [CheckpointRow(Version(step, 1), 10**9, text, text, ("best",)) for step in range(incidents)]
+    told.saves = {each.version: SaveSpan(1.0, (text,) * 20) for each in kept}
+    branch = BranchRow(2, 1, 1e9, {f"{number} {text}": (text, text * 100) for number in range(incidents)})
     settings = {f"{number} {text}": text for number in range(1000)}
     return Facts(text, steps, 8, settings, Columns(rows), told, kept, [branch] * 20, "Failed")
 

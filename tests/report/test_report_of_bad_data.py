@@ -18,7 +18,7 @@ from actors.launch import launch, lines_of
 from actors.screen import Screen
 from actors.view import View
 from elastic.control.skips import Skips
-from elastic.engine.spikes import Spikes, tensors_of
+from elastic.engine.spikes import SpikeMemory, tensors_of
 from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.page import page_of
@@ -140,7 +140,7 @@ def test_g1_a_checkpoint_lists_its_samples_in_quarantine(tmp_path: Path, capsys:
     job, run = ended(tmp_path, {strange: math.nan, noisy: 1.3}, **JUDGED)
     newest = run.newest()
     assert newest is not None
-    memory = Spikes(job, {each.name: kept(job, newest, each.name) for each in tensors_of(job)})
+    memory = SpikeMemory(job, {each.name: kept(job, newest, each.name) for each in tensors_of(job)})
     held = held_in(run.checkpoints.open(newest))
     assert held is not None and tuple(held) == memory.held
     assert {each.applied for each in held} == {True, False}

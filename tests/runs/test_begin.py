@@ -16,7 +16,7 @@ from elastic.errors import JobError, PlatformGaveUp, Refused
 from elastic.ids import Version
 from elastic.job import Job
 from elastic.plan.layout import Layout
-from elastic.runs.resume import Start
+from elastic.runs.resume import StartPoint
 from elastic.runs.run import Run
 from storage.errors import Exists
 from tests.control.play import stepping
@@ -70,9 +70,9 @@ def test_l4_the_run_is_claimed_before_the_branch_and_only_for_one(tmp_path: Path
         seen.append((run.latest_claim(), run.branches.newest()))
         return run.claim("here")
 
-    assert begin(Start(run.job), lambda line: None, True, claim) == 0 and seen == []
-    assert begin(Start(changed), lambda line: None, True, claim) == 2 and seen == [(1, 0)]
-    assert run.branches.newest() == 2 and begin(Start(changed), lambda line: None, True, claim) == 0
+    assert begin(StartPoint(run.job), lambda line: None, True, claim) == 0 and seen == []
+    assert begin(StartPoint(changed), lambda line: None, True, claim) == 2 and seen == [(1, 0)]
+    assert run.branches.newest() == 2 and begin(StartPoint(changed), lambda line: None, True, claim) == 0
 
 
 @pytest.mark.parametrize("life", ["", "its life"], ids=("no life", "the control: a life of its own"))
@@ -84,10 +84,10 @@ def test_l4_two_branches_after_a_claim_whose_coordinator_never_came(tmp_path: Pa
     run, changed = living(tmp_path)
     assert run.claim("gone", life) == 2
     said, other = list[Any](), run.job.replace(optim={"lr": 1e-5})
-    assert begin(Start(changed), said.append, True, lambda run, _: run.claim("here", after=run.follows(2))) == 3
+    assert begin(StartPoint(changed), said.append, True, lambda run, _: run.claim("here", after=run.follows(2))) == 3
     assert f"it goes past claim 2, made at gone ({platform.node()}), which has recorded nothing" in said[-1].text
     with pytest.raises(PlatformGaveUp):
-        begin(Start(other), said.append, True, lambda run, _: run.claim("there", after=run.follows(2)))
+        begin(StartPoint(other), said.append, True, lambda run, _: run.claim("there", after=run.follows(2)))
     assert run.branches.newest() == 2 and run.latest_claim() == 3
     assert run.follows(3) == 3, "its own coordinator comes"
     run.claim("elsewhere")
@@ -106,7 +106,7 @@ def test_l4_a_branch_of_another_command_meanwhile_is_said(tmp_path: Path) -> Non
         return ours
 
     with pytest.raises(Refused, match="another command has begun toy, or a branch of it, meanwhile; `elastic runs` shows it"):
-        begin(Start(changed), lambda line: None, True, claim)
+        begin(StartPoint(changed), lambda line: None, True, claim)
     assert Run.find(changed).job.optim.lr == 1e-5
 
 
@@ -119,9 +119,9 @@ def test_l4_a_process_that_looked_before_another_claim_begins_no_branch(tmp_path
         return run.claim_here(after=seen)
 
     with pytest.raises(Refused, match="another command has begun toy, or a branch of it, meanwhile"):
-        begin(Start(changed), lambda line: None, True, later)
+        begin(StartPoint(changed), lambda line: None, True, later)
     assert (run.latest_claim(), run.branches.newest()) == (2, 0)
-    assert begin(Start(changed), lambda line: None, True, lambda run, _: run.claim_here()) == 3
+    assert begin(StartPoint(changed), lambda line: None, True, lambda run, _: run.claim_here()) == 3
 
 
 def test_l4_a_rollback_claims_the_run_too(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.report.story import Line, StepLine
 from elastic.runs import alone, resume
-from elastic.runs.resume import Start
+from elastic.runs.resume import StartPoint
 from elastic.runs.run import LOCAL, Run
 from elastic.train.alone import local
 from storage.checkpoints import Checkpoints
@@ -57,7 +57,7 @@ def saved(job: Job) -> list[int]:
 def resumed(job: Job, file: str, claims: Claims) -> int:
     """Goes on from step 2, as `train --resume 2` on a cluster does, which claims the run late.  Returns its exit code."""
     try:
-        begin(Start(job, at=OLDER), lambda line: print(line.text), True, claims)
+        begin(StartPoint(job, at=OLDER), lambda line: print(line.text), True, claims)
     except JobError as error:
         print(error)
         return error.exit_code
@@ -218,7 +218,7 @@ def test_l4_a_command_that_trains_goes_past_a_process_of_another_machine(tmp_pat
     def show(line: Line) -> None:
         if isinstance(line, StepLine) and line.step == 3:
             machine("host-b")
-            begin(Start(job), lines.append, False, lambda run, seen: 0)
+            begin(StartPoint(job), lines.append, False, lambda run, seen: 0)
             assert Run.open(job).claim_here() == 2
             machine("host-a")
 

@@ -446,10 +446,10 @@ def test_progress_is_seen_and_goes_when_it_is_done() -> None:
     run = run_of(deadlines={"wait_s": 3600})
     save(run, 10)
     (debt,) = owed.debts(run)
-    owed.Progress(run, debt)()
+    owed.ProgressNote(run, debt)()
     assert owed.progress(run, debt) == (0, 0.0)
     quick = Run(run.job.model_copy(update={"deadlines": run.job.deadlines.model_copy(update={"wait_s": 0.0})}), run.store)
-    progress = owed.Progress(quick, debt)
+    progress = owed.ProgressNote(quick, debt)
     found = [(progress(), owed.progress(run, debt)[0])[1] for _ in range(3)]
     assert found == [1, 2, 3]
     assert owed.stands(run, debt) == (False, 0) and listed(run) == ["export 10"]

@@ -14,7 +14,7 @@ from elastic.control.rules import Rules
 from elastic.ids import NodeId
 from elastic.plan.transfer import Holding
 from elastic.protocol.commit_record import Outcome
-from elastic.protocol.copy_schedule import Copies, Copy, NoRoom
+from elastic.protocol.copy_schedule import Copy, CopySchedule, NoRoom
 from elastic.sim import cluster
 from elastic.sim.cluster import Cluster
 from elastic.sim.worker import Worker
@@ -38,40 +38,40 @@ def lease_from_the_answer(patch: pytest.MonkeyPatch) -> None:
 def slot_of_the_complete_copy(patch: pytest.MonkeyPatch) -> None:
     """The copy that is complete everywhere makes room for the next one."""
 
-    def slot(copies: Copies, slots: list[Copy | None]) -> int | None:
+    def slot(copies: CopySchedule, slots: list[Copy | None]) -> int | None:
         held = [(copy is not None and copy == copies.copied, n) for n, copy in enumerate(slots) if copy not in copies.saving]
         if not held:
             raise NoRoom
         return None if copies.begun in slots else max(held)[1]
 
-    patch.setattr(Copies, "slot", slot)
+    patch.setattr(CopySchedule, "slot", slot)
 
 
 def slot_of_a_save(patch: pytest.MonkeyPatch) -> None:
     """The slot of a save under way is not protected."""
-    free = Copies.free
-    patch.setattr(Copies, "free", lambda copies, slots: free(replace(copies, saving=()), slots))
+    free = CopySchedule.free
+    patch.setattr(CopySchedule, "free", lambda copies, slots: free(replace(copies, saving=()), slots))
 
 
 def copies_at_once(patch: pytest.MonkeyPatch) -> None:
     """The next copy is begun before the one before is known to be complete everywhere, and takes the place of the last that was."""
-    after = Copies.after
+    after = CopySchedule.after
 
-    def at_once(copies: Copies, outcome: Outcome) -> Copies:
+    def at_once(copies: CopySchedule, outcome: Outcome) -> CopySchedule:
         new = after(replace(copies, begun=copies._of(outcome.copied_through)), outcome)
         return replace(new, copied=new.begun)
 
-    patch.setattr(Copies, "after", at_once)
+    patch.setattr(CopySchedule, "after", at_once)
 
 
 def copies_that_each_member_skips(patch: pytest.MonkeyPatch) -> None:
     """The oldest of the members' newest copies may be one that some members never made."""
-    rng, after = random.Random(0), Copies.after
+    rng, after = random.Random(0), CopySchedule.after
 
-    def alone(copies: Copies, outcome: Outcome) -> Copies:
+    def alone(copies: CopySchedule, outcome: Outcome) -> CopySchedule:
         return after(replace(copies, begun=copies._of(outcome.copied_through) if rng.random() < 0.5 else copies.begun), outcome)
 
-    patch.setattr(Copies, "after", alone)
+    patch.setattr(CopySchedule, "after", alone)
 
 
 def torn_copies(patch: pytest.MonkeyPatch) -> None:

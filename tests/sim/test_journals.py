@@ -15,7 +15,7 @@ from elastic.control.run import RunState
 from elastic.journal import codec
 from elastic.journal.deltas import Misfit
 from elastic.protocol.events import Event
-from elastic.report.replay import Difference, differences
+from elastic.report.replay import Mismatch, differences
 from elastic.sim.simulation import simulate
 from tests.sim.scenarios import ALL
 
@@ -43,14 +43,14 @@ class Scribe:
         self._open[id(transition.run)] = (transition.run, recorded, number)
         return transition
 
-    def differences(self) -> list[Difference]:
-        found = list[Difference]()
+    def differences(self) -> list[Mismatch]:
+        found = list[Mismatch]()
         with contextlib.suppress(*(() if self.meanwhile else (Misfit,))):  # what was left out may be what a delta changes
             found.extend(differences(json.loads(json.dumps(self.journals)), CODE))
         return found
 
 
-def journals_of(scenario: str, seeds: range, *, meanwhile: bool = True) -> list[Difference]:
+def journals_of(scenario: str, seeds: range, *, meanwhile: bool = True) -> list[Mismatch]:
     found = []
     for seed in seeds:
         scribe = Scribe(meanwhile=meanwhile)

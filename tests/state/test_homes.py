@@ -11,10 +11,10 @@ import torch
 from elastic.ids import NodeId, Version, WorkerId
 from elastic.plan.copy_budget import CopyRule, slots_for
 from elastic.plan.layout import Layout
-from elastic.protocol.copy_schedule import Copies, Copy, SaveRule
+from elastic.protocol.copy_schedule import Copy, CopySchedule, SaveRule
 from elastic.protocol.plan import Plan
 from elastic.state.region import Region, frame
-from elastic.state.shard import Home, Shard
+from elastic.state.shard import Shard, ShardHome
 from elastic.state.snapshot import NoMemory, Snapshots
 from storage.slices import Tensor
 from tests.state.nodes import outcome
@@ -38,7 +38,7 @@ def plan_of(generation: int, layout: Layout, version: Version, buddy_every: int)
     return Plan(1, generation, layout, members, version, "host", (), NodeId("n"), copy_every=1, buddy_every=buddy_every, lineage=line)
 
 
-def fill(home: Home, version: Version, count: int) -> Shard:
+def fill(home: ShardHome, version: Version, count: int) -> Shard:
     """Writes the state at ``version`` into the slot, and returns it as a shard that lives there."""
     for value in home.values.values():
         value.fill_(_number(version))
@@ -115,8 +115,8 @@ def test_with_one_slot_less_there_is_not(buddy_every: int) -> None:
 
 def test_who_waits_for_the_copy_before_skips_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: that is the rule for copies of a state that lives elsewhere."""
-    begin = Copies.begin
-    monkeypatch.setattr(Copies, "begin", lambda *arguments, lives: begin(*arguments))
+    begin = CopySchedule.begin
+    monkeypatch.setattr(CopySchedule, "begin", lambda *arguments, lives: begin(*arguments))
     assert any("is not taken for a copy" in live(seed, slots_for(1, 0, offload=True), 0) for seed in SEEDS)
 
 

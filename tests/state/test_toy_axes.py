@@ -33,7 +33,7 @@ from elastic.state.region import Region, frame
 from elastic.state.shard import DTYPES, Shard
 from elastic.state.snapshot import Snapshots
 from elastic.state.staging import StagingStream
-from elastic.state.uploader import Part, upload
+from elastic.state.uploader import SavePart, upload
 from elastic.train.faults import Faults
 from elastic.train.gauges.counters import Counters
 from elastic.train.heal import from_bucket, from_members
@@ -142,7 +142,7 @@ def save(state: Bare, checkpoints: Checkpoints) -> ShardReceipt:
     snapshots = Snapshots(region, TENSORS, torch.device("cpu"), CopyRule())
     snapshots.enter(plan, plan.members[world.rank], state.shard)
     snapshots.settle()
-    return upload(checkpoints, region, Part(1, os.getpid(), region.descriptor, AT, world.layout, world.rank))
+    return upload(checkpoints, region, SavePart(1, os.getpid(), region.descriptor, AT, world.layout, world.rank))
 
 
 def save_and_resume(world: World, folder: str, before: Layout, after: Layout, lost: int | None) -> str | None:

@@ -32,7 +32,7 @@ from elastic.protocol.uploads import REFUSALS
 from elastic.state.keeper_store import KeeperStore
 from elastic.state.region import Region, frame
 from elastic.state.snapshot import Snapshots
-from elastic.state.uploader import GivenUp, Part, Uploader, name_of, upload
+from elastic.state.uploader import GivenUp, SavePart, Uploader, name_of, upload
 from elastic.state.uploads import RETRY_S, Uploads
 from storage.checkpoints import Checkpoints, ShardReceipt
 from storage.objects import ObjectStore
@@ -97,8 +97,8 @@ def turned(uploads: Uploads, count: int = 3) -> None:
 
 
 def test_a_part_of_a_layout_with_other_axes_arrives_as_it_was_sent() -> None:
-    part = Part(1, 2, 3, AT, Layout(2, 1, (("columns", 2),)), 3)
-    arrived = Part.from_json(json.loads(part.to_json()))
+    part = SavePart(1, 2, 3, AT, Layout(2, 1, (("columns", 2),)), 3)
+    arrived = SavePart.from_json(json.loads(part.to_json()))
     assert arrived == part and hash(arrived.layout) == hash(part.layout)
 
 
@@ -420,8 +420,8 @@ def copied(slots: int = 3, **changes: Any) -> Iterator[tuple[Node, Snapshots]]:
         yield nodes[0], snapshots
 
 
-def part(region: Region, version: Version = AT) -> Part:
-    return Part(1, os.getpid(), region.descriptor, version, Layout(1, 1), 0)
+def part(region: Region, version: Version = AT) -> SavePart:
+    return SavePart(1, os.getpid(), region.descriptor, version, Layout(1, 1), 0)
 
 
 @pytest.mark.parametrize("bent", [True, False])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.checkpoints.cover import check_exact_cover, describe
-from storage.checkpoints.index import Group, Index
+from storage.checkpoints.index import Index, TensorGroup
 from storage.errors import Incomplete
 from storage.slices import Slice, Tensor
 
@@ -50,7 +50,9 @@ def test_covering_finds_each_wanted_element_once(case: tuple[tuple[int, ...], li
     shape, stored, wanted, dropped = case
     kept = [part for number, part in enumerate(stored) if number != dropped]
     there = {index for part in kept for index in elements(part)}
-    group = Group((Tensor("w", "parameter", "F32", shape),), tuple((f"file {n}", (part.start, part.stop)) for n, part in enumerate(kept)))
+    group = TensorGroup(
+        (Tensor("w", "parameter", "F32", shape),), tuple((f"file {n}", (part.start, part.stop)) for n, part in enumerate(kept))
+    )
     index = Index((group,), {})
     if there >= set(elements(wanted)):
         parts = [(held, part) for _, held, part in index.covering(wanted)]

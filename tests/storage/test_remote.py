@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from storage.errors import Unavailable
-from storage.objects.remote import RemotePolicy, Transient
+from storage.objects.remote import RemotePolicy, Retryable
 
 pytestmark = pytest.mark.fast
 
@@ -44,7 +44,7 @@ class Store:
         self.given.append(seconds)
         self.clock.now += min(self.lasting, seconds)
         if len(self.given) <= self.failures:
-            raise Transient(f"503 number {len(self.given)}")
+            raise Retryable(f"503 number {len(self.given)}")
         return "done"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.protocol.authority import Found, Replica, furthest
+from elastic.protocol.authority import JournalCopy, Replica, furthest
 from storage.journal import Journal, read
 from storage.journal.replicas import Segment, Written, first_of, last_of, local, segments_of
 from storage.objects import ObjectStore
@@ -38,7 +38,7 @@ def numbers(found: list[Segment]) -> list[int]:
 def furthest_of(end: int, tails: list[Written]) -> list[Segment]:
     """Returns the records that a follower reads from the tails of the first coordinator, after which nobody else wrote."""
     parsed = [(by, segments_of(data)) for by, data in tails]
-    found = furthest(end, 1, [Found(by, first_of(each), last_of(each), each) for by, each in parsed if each])
+    found = furthest(end, 1, [JournalCopy(by, first_of(each), last_of(each), each) for by, each in parsed if each])
     return found.records if found is not None else []
 
 

@@ -14,7 +14,7 @@ from fsspec.asyn import sync
 
 from storage.errors import Exists, Full, Missing, Unavailable
 from storage.objects import ObjectStore, Sized
-from storage.objects.remote import RemotePolicy, Transient
+from storage.objects.remote import RemotePolicy, Retryable
 from storage.objects.s3 import PART_BYTES, PARTS, S3, UPLOADS, sizes_of
 from tests.storage.conformance import Conformance, Writes
 from tests.support.buckets import below
@@ -116,7 +116,7 @@ def test_a_deadline_is_more_than_a_socket_timeout(unruly: Unruly, store: S3, kin
         Unavailable, match=r"/long cannot .*: gave up after 4 attempts in \d\.\d s; the last error: no answer within 0.3 s"
     ) as caught:
         store.get("long")
-    assert isinstance(caught.value.__cause__, Transient)
+    assert isinstance(caught.value.__cause__, Retryable)
     over.set()
 
 

@@ -41,7 +41,7 @@ TOUCHES = (
     (World, "to_device"),
     (World, "finish"),
     (World, "keep_up"),
-    (snapshot._Plain, "fill"),
+    (snapshot._HostCopy, "fill"),
 )
 """Functions of the product that use a worker's device."""
 ABORT_S = 1.0

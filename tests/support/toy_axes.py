@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from elastic.plan.axes import AXES, Axis, Held, chunk, is_cut
+from elastic.plan.axes import AXES, Axis, HeldPart, chunk, is_cut
 from elastic.plan.layout import Layout
 from storage.slices import Tensor
 
@@ -29,7 +29,7 @@ TENSORS = (
 )
 
 
-def _columns(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
+def _columns(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPart:
     return held.cut(1, *chunk(held.shape[1], degree, index)) if is_cut(tensor) and len(tensor.shape) > 1 else held
 
 
@@ -38,23 +38,23 @@ def stage_of(tensor: Tensor) -> int:
     return (len(tensor.name) % 2) if is_cut(tensor) else -1
 
 
-def _stages(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
+def _stages(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPart:
     here = stage_of(tensor) in (-1, index * 2 // degree)
-    return held if here else Held((0, *held.shape[1:]), ())
+    return held if here else HeldPart((0, *held.shape[1:]), ())
 
 
-def _opt(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
+def _opt(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPart:
     return held.cut(0, *chunk(held.shape[0], degree, index)) if tensor.kind.startswith("moment.") else held
 
 
-def _halves(tensor: Tensor, held: Held, degree: int, index: int) -> Held:
+def _halves(tensor: Tensor, held: HeldPart, degree: int, index: int) -> HeldPart:
     if tensor.name != "fused":
         return held
     half = tensor.shape[0] // 2
     first, last = chunk(half, degree, index)
     one, two = held.cut(0, first, last), held.cut(0, half + first, half + last)
     below = tuple(type(box)(box.slice, (box.at[0] + last - first, *box.at[1:])) for box in two.boxes)
-    return Held((2 * (last - first), *held.shape[1:]), (*one.boxes, *below))
+    return HeldPart((2 * (last - first), *held.shape[1:]), (*one.boxes, *below))
 
 
 def _name(tensor: Tensor) -> tuple[str, str, tuple[int, ...]]:

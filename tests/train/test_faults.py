@@ -15,7 +15,7 @@ import torch
 from actors.worker import Worker
 from elastic.protocol.faults import OWN_KINDS, Kind
 from elastic.train import faults
-from elastic.train.faults import Asked, Faults, InjectedError, Seat
+from elastic.train.faults import FaultOrder, Faults, InjectedError, Seat
 
 pytestmark = pytest.mark.fast
 
@@ -58,10 +58,10 @@ def test_a_point_inside_the_model_is_reached_by_a_job_without_faults(point: str,
     found, model = Faults(()), Model(pairs)
     found.aim(1, model, SEAT)
     model(torch.ones(2, 4)).sum().backward()
-    found.ask(Asked("exception", "before_commit"))
+    found.ask(FaultOrder("exception", "before_commit"))
     found.aim(2, model, SEAT)
     assert not hooks(model), "a model in which nothing is to happen is left alone"
-    found.ask(Asked("exception", point))
+    found.ask(FaultOrder("exception", point))
     found.aim(3, model, SEAT)
     if point == "backward":
         loss = model(torch.ones(2, 4)).sum()
@@ -78,7 +78,7 @@ def test_a_point_inside_the_model_is_reached_by_a_job_without_faults(point: str,
 
 def test_the_next_model_is_watched_too() -> None:
     found, model = Faults(()), Model(False)
-    found.ask(Asked("exception", "forward"))
+    found.ask(FaultOrder("exception", "forward"))
     found.aim(1, Model(False), SEAT)
     found.aim(1, model, Seat(generation=3, rank=0))
     with pytest.raises(InjectedError):
@@ -88,12 +88,12 @@ def test_the_next_model_is_watched_too() -> None:
 def test_nothing_waits_behind_a_fault_whose_point_does_not_come() -> None:
     found = Faults(())
     for point in ("save", "before_commit", "in_update"):
-        found.ask(Asked("exception", point))
+        found.ask(FaultOrder("exception", point))
     for point in ("in_update", "before_commit"):
         with pytest.raises(InjectedError):
             found.strike(point, 1, SEAT)
         found.strike(point, 1, SEAT)
-    found.ask(Asked("exception", ""))
+    found.ask(FaultOrder("exception", ""))
     with pytest.raises(InjectedError):
         found.strike("healing", 1, SEAT)
     assert [each.point for each in found.asked] == ["save"]
@@ -109,7 +109,7 @@ def test_what_a_worker_cannot_do_to_itself_is_said(kind: str) -> None:
     with pytest.raises(ValueError, match=wrong):
         faults.perform(kind)
     with pytest.raises(ValueError, match=wrong):
-        Faults(()).ask(Asked(kind, ""))
+        Faults(()).ask(FaultOrder(kind, ""))
 
 
 @pytest.fixture
@@ -132,10 +132,10 @@ def test_what_befalls_the_whole_process_is_performed_with_its_figures(worker: An
     monkeypatch.setattr(faults, "hold_the_gil", done.append)
     found = Faults(())
     for duration_s in (0.5, 0.0):
-        found.ask(Asked("held_gil", "save", duration_s))
+        found.ask(FaultOrder("held_gil", "save", duration_s))
         found.strike("save", 1, SEAT)
     assert done == [0.5, faults.HELD_S]
-    found.ask(Asked("clock_skew", "", amount=100.0))
+    found.ask(FaultOrder("clock_skew", "", amount=100.0))
     found.strike("save", 1, SEAT)
     began, skewed = true(), time.monotonic()
     while true() < began + 0.01:

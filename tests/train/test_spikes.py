@@ -18,7 +18,7 @@ from torch import nn
 from actors.launch import launch
 from elastic.data.cursor import Cursor
 from elastic.engine.loss import next_token
-from elastic.engine.spikes import DTYPES, HEIGHTS, HISTORY, Spikes, tensors_of
+from elastic.engine.spikes import DTYPES, HEIGHTS, HISTORY, SpikeMemory, tensors_of
 from elastic.engine.world import World
 from elastic.errors import DataError, JobError
 from elastic.ids import Version
@@ -392,21 +392,21 @@ def test_g1_a_quarantine_of_an_earlier_version_is_replaced_as_then(tmp_path: Pat
     job = shared(tmp_path, {})
     tensors = {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)}
     tensors[QUARANTINE][0] = torch.tensor([5, 3])
-    spikes = Spikes(job, tensors)
+    spikes = SpikeMemory(job, tensors)
     spikes.after(Outcome(4, 1, math.nan, (math.nan, 1.0), (1, 1), ((0, 7), (9, 11)), False, quarantined=(0, 7)))
-    for each in (spikes, Spikes(job, tensors)):
+    for each in (spikes, SpikeMemory(job, tensors)):
         assert (each.quarantined, set(each.anywhere)) == ({5: 3, 0: 5, 7: 5}, {5})
     assert tensors[QUARANTINE][:4].tolist() == [[5, 3], [0, -5], [7, -5], [0, 0]]
     plain = small(tmp_path, {})
     tensors = {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(plain)}
-    Spikes(plain, tensors).after(Outcome(4, 1, math.nan, (math.nan,), (1,), ((0, 7),), False, quarantined=(0, 7)))
+    SpikeMemory(plain, tensors).after(Outcome(4, 1, math.nan, (math.nan,), (1,), ((0, 7),), False, quarantined=(0, 7)))
     assert tensors[QUARANTINE][:3].tolist() == [[0, 5], [7, 5], [0, 0]]
 
 
 def test_more_than_half_of_a_part_may_not_be_in_quarantine(tmp_path: Path) -> None:
     """Eight of its 16 documents may be.  The control: as many of the other part."""
     job = shared(tmp_path, {})
-    spikes = Spikes(job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)})
+    spikes = SpikeMemory(job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)})
 
     def commit(step: int, *bad: int) -> Outcome:
         return Outcome(step, 1, math.nan, (math.nan, 1.0), (1, 1), (bad, (79,)), False)
@@ -420,7 +420,7 @@ def test_more_than_half_of_a_part_may_not_be_in_quarantine(tmp_path: Path) -> No
 def test_more_than_half_of_the_data_may_not_be_in_quarantine(tmp_path: Path) -> None:
     """Five of ten samples may be; the sixth ends the run, in a sentence.  A sample is listed once."""
     job = small(tmp_path, {})
-    spikes = Spikes(job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)})
+    spikes = SpikeMemory(job, {each.name: torch.zeros(each.shape, dtype=DTYPES[each.dtype]) for each in tensors_of(job)})
 
     def commit(step: int, *bad: int) -> Outcome:
         return Outcome(step, 1, math.nan, (math.nan, 1.0), (1, 1), (bad, (9,)), False)

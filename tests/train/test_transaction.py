@@ -35,8 +35,8 @@ from elastic.protocol.commit_record import (
     BadRecord,
     CommitShape,
     Copied,
-    Head,
     Outcome,
+    RecordHead,
     Unlike,
     Usage,
     conclude,
@@ -373,7 +373,7 @@ def drawn_records(shape: CommitShape, seed: int, orders: Sequence[float] = ()) -
 def concluded_one_by_one(shape: CommitShape, step: int, gathered: bytes) -> Outcome:
     """Concludes the outcome as the product does, but member by member and microbatch by microbatch."""
     records = list(struct.iter_unpack(f"<{shape.fields}d", gathered))
-    heads = [Head(*record[:HEADER]) for record in records]
+    heads = [RecordHead(*record[:HEADER]) for record in records]
     speakers, size = reporters(shape.layout), 2 + shape.microbatch
     parts = {}
     for data_rank, world_rank in enumerate(speakers):

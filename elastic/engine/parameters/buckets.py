@@ -15,7 +15,7 @@ from torch import nn
 from elastic.models.spec import ShardingTable
 
 
-class Bucket(NamedTuple):
+class GatherBucket(NamedTuple):
     """Names of consecutive blocks, in forward order; none for the rest of the model."""
 
     blocks: tuple[str, ...]
@@ -23,7 +23,7 @@ class Bucket(NamedTuple):
     elements: int
 
 
-def buckets_of(model: nn.Module, table: ShardingTable, most: int) -> list[Bucket]:
+def buckets_of(model: nn.Module, table: ShardingTable, most: int) -> list[GatherBucket]:
     """Returns the buckets of a model that have parameters, in the order in which a backward pass completes them; the rest is the last one.
 
     A bucket has at most ``most`` elements, or one block.  Only blocks whose parameters have the same dtypes are joined, because a bucket
@@ -46,12 +46,12 @@ def buckets_of(model: nn.Module, table: ShardingTable, most: int) -> list[Bucket
     return [bucket for bucket in (*found, _bucket([], [rest])) if bucket.parameters]
 
 
-def _bucket(blocks: Sequence[str], owns: Sequence[Mapping[str, nn.Parameter]]) -> Bucket:
+def _bucket(blocks: Sequence[str], owns: Sequence[Mapping[str, nn.Parameter]]) -> GatherBucket:
     parameters = {name: parameter for own in owns for name, parameter in own.items()}
-    return Bucket(tuple(blocks), tuple(parameters), sum(parameter.numel() for parameter in parameters.values()))
+    return GatherBucket(tuple(blocks), tuple(parameters), sum(parameter.numel() for parameter in parameters.values()))
 
 
-def described(buckets: Sequence[Bucket]) -> str:
+def described(buckets: Sequence[GatherBucket]) -> str:
     """Returns the number of buckets and the size of the largest, in words."""
     largest = max((bucket.elements for bucket in buckets), default=0)
     return f"{len(buckets)} {'buckets' if len(buckets) != 1 else 'bucket'}, of which the largest has {largest:,} elements"

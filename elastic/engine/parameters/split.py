@@ -29,7 +29,7 @@ from elastic.engine.parameters.base import Parameters, take_over
 from elastic.engine.parameters.order import Order
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
-from elastic.engine.sync.base import Reduction, Scheme
+from elastic.engine.sync.base import GradientReduction, Scheme
 from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.models.spec import ShardingTable
@@ -403,7 +403,7 @@ class _Gather:
 class _Reduce:
     """The reduce-scatter that FSDP2 calls for the parameters of ``group``."""
 
-    def __init__(self, reduction: Reduction, group: Any) -> None:
+    def __init__(self, reduction: GradientReduction, group: Any) -> None:
         self.reduction, self.group = reduction, group
         self.summed = 0
         """The number of its calls in the present microbatch."""

@@ -41,7 +41,7 @@ WEIGHTS = "weights"
 
 
 @dataclass
-class _Group:
+class _BlockWeights:
     """The weights of a block, or the rest."""
 
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -66,7 +66,7 @@ class _Group:
         return [memory[at:][: p.numel() * p.element_size()].view(p.dtype).view(p.shape) for p, at in places]
 
 
-class _Saved(NamedTuple):
+class _SavedWeight(NamedTuple):
     """A weight that autograd keeps, or a view of one, in the place of the tensor."""
 
     visits: Visits
@@ -92,7 +92,7 @@ class Visits:
         self._blocks = [model.get_submodule(name) for name in blocks]
         for number, block in enumerate(self._blocks, 1):
             block.forward = partial(self._run, number, block.forward)
-        self._groups = [_Group() for _ in range(len(blocks) + 1)]
+        self._groups = [_BlockWeights() for _ in range(len(blocks) + 1)]
         self._ready: Callable[[int], None] = lambda number: None
         self._here = dict[int, Tensor]()
         """The memory of the groups that are on the device."""
@@ -220,7 +220,7 @@ class Visits:
             parameter.data = values
         self._hide(number, group)
 
-    def _hide(self, number: int, group: _Group) -> None:
+    def _hide(self, number: int, group: _BlockWeights) -> None:
         """Lets whoever reads a parameter of a group ask for it first."""
         for module in group.owners:
             if not isinstance(module._parameters, Old):
@@ -250,10 +250,10 @@ class Visits:
         if type(tensor) in (Tensor, nn.Parameter):
             number = self._number_of.get(tensor.untyped_storage()._cdata)
             if number:
-                return _Saved(self, number, tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride()))
+                return _SavedWeight(self, number, tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride()))
         return tensor if outer is None else _Other(outer[0](tensor), outer[1])
 
-    def again(self, saved: _Saved) -> Tensor:
+    def again(self, saved: _SavedWeight) -> Tensor:
         """Returns a weight that autograd needs."""
         self.need(saved.number, -1)
         memory = self._here[saved.number].untyped_storage()
@@ -273,7 +273,7 @@ def bring(host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event 
 
 
 def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, _Saved):
+    if isinstance(kept, _SavedWeight):
         return kept.visits.again(kept)
     if isinstance(kept, _Other):
         return kept.unpack(kept.kept)

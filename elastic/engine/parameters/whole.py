@@ -35,7 +35,7 @@ from elastic.engine.parameters.gathers import COLLECTIVES, Gathers, Weight, ends
 from elastic.engine.parameters.visits import Visits, absent
 from elastic.engine.precision import Precision
 from elastic.engine.streams import stream
-from elastic.engine.sync.base import Reduction, Scheme
+from elastic.engine.sync.base import GradientReduction, Scheme
 from elastic.engine.world import World
 from elastic.errors import ModelError
 from elastic.models.spec import ShardingTable
@@ -57,7 +57,7 @@ SPARSE = (
 class _Unit:
     """Parameters whose gradients are summed together."""
 
-    reduction: Reduction
+    reduction: GradientReduction
     names: list[str] = field(default_factory=list)
     computing: list[nn.Parameter] = field(default_factory=list)
     """The parameters with which the model computes, in the order of ``names``."""

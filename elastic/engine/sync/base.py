@@ -1,7 +1,7 @@
 """A scheme of synchronisation says what members exchange in a step, and whose records a commit needs.
 
 A scheme knows tensors and a :class:`~elastic.engine.world.World`, and not how the model is wrapped.  The axis that wraps modules asks it
-for one :class:`Reduction` for each module, and calls that in every round of the backward pass.
+for one :class:`GradientReduction` for each module, and calls that in every round of the backward pass.
 
 For a commit, today's two schemes need one record of every member (:meth:`Scheme.gather`), so a step is applied by all members or by
 none.  Fence and outcome in ``elastic/control`` rest on this: any evidence that one member has applied a step means that every member has
@@ -34,7 +34,7 @@ class Round:
     """True in a round in which this member has no microbatch: its gradients count for nothing, whatever hooks have made of them."""
 
 
-class Reduction(ABC):
+class GradientReduction(ABC):
     """Sums the gradients of one wrapped module over the data ranks, with one call for each round."""
 
     across_replicas: Callable[[Tensor], None] | None = None
@@ -68,7 +68,7 @@ class Scheme(ABC):
         return self.deal
 
     @abstractmethod
-    def reduction(self, wire: torch.dtype | None = None) -> Reduction:
+    def reduction(self, wire: torch.dtype | None = None) -> GradientReduction:
         """Returns a new reduction for one wrapped module.
 
         With ``wire``, of 16 bits, what travels is rounded to it: see the scheme.  Sums are kept in float32 all the same.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic.engine.sync.base import Reduction, Scheme
+from elastic.engine.sync.base import GradientReduction, Scheme
 from elastic.engine.world import reduce_scatter
 
 
@@ -25,7 +25,7 @@ class Collective(Scheme):
         return CollectiveReduction(self, wire)
 
 
-class CollectiveReduction(Reduction):
+class CollectiveReduction(GradientReduction):
     """Sums the gradients of one wrapped module."""
 
     def __init__(self, scheme: Collective, wire: torch.dtype | None) -> None:

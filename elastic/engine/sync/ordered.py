@@ -25,7 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from elastic.engine.sync.base import Reduction, Scheme
+from elastic.engine.sync.base import GradientReduction, Scheme
 from elastic.engine.world import World
 from elastic.plan.batch import Deal, Unit
 from elastic.plan.routes import Pieces, Routes
@@ -94,7 +94,7 @@ class _Legs:
         return legs
 
 
-class OrderedReduction(Reduction):
+class OrderedReduction(GradientReduction):
     """Sums the gradients of one wrapped module, over data ranks, replicas and rounds."""
 
     def __init__(self, scheme: Ordered, wire: torch.dtype | None) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from elastic.plan.copy_budget import amount
-from elastic.report.page.model import Facts, Page, Share, Tile
+from elastic.report.page.model import Facts, Page, Tile, TimeShare
 from elastic.report.page.plots import best_validation, charts_of, throughput, unit_of
 from elastic.report.page.series import GRADIENT, LOSS, SPIKE
 from elastic.report.page.spent import shares_of
@@ -39,7 +39,7 @@ def _lead(facts: Facts) -> str:
     return f"Not over: {doing.get('' if facts.local else told.state, 'forming a new world')} at {where}."
 
 
-def _tiles(facts: Facts, shares: Sequence[Share]) -> list[Tile]:
+def _tiles(facts: Facts, shares: Sequence[TimeShare]) -> list[Tile]:
     columns, told = facts.columns, facts.timeline
     tiles = [Tile("Step", f"{facts.reached:,}", f"of {facts.steps:,}")]
     if (loss := columns.finite("loss")).size:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic.ids import Version
-from elastic.report.page.series import Bucket, Columns
+from elastic.report.page.series import Bin, Columns
 from elastic.report.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointRow:
     """A checkpoint that is in the bucket.  ``kept`` names the rules that keep it."""
 
     version: Version
@@ -23,7 +23,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Branch:
+class BranchRow:
     """A branch after the first: the step from which it goes on, and what it changed, as (before, after) by setting."""
 
     number: int
@@ -44,8 +44,8 @@ class Facts:
     settings: Mapping[str, str]
     columns: Columns
     timeline: Timeline
-    checkpoints: Sequence[Checkpoint] = ()
-    branches: Sequence[Branch] = ()
+    checkpoints: Sequence[CheckpointRow] = ()
+    branches: Sequence[BranchRow] = ()
     end: str = ""
     """The way in which the run ended, as the bucket says: Finished, Stopped or Failed; "" if it has not ended, or nobody knows."""
     local: bool = False
@@ -75,7 +75,7 @@ class Line(NamedTuple):
 
     name: str
     look: str
-    points: Sequence[Bucket]
+    points: Sequence[Bin]
 
 
 class Mark(NamedTuple):
@@ -111,7 +111,7 @@ class Chart:
     """The sentence that says in words what the plot shows."""
 
 
-class Share(NamedTuple):
+class TimeShare(NamedTuple):
     """A part of the time."""
 
     name: str
@@ -130,4 +130,4 @@ class Page:
     """The sentence that says where the run stands."""
     tiles: Sequence[Tile]
     charts: Sequence[Chart]
-    shares: Sequence[Share]
+    shares: Sequence[TimeShare]

@@ -25,7 +25,7 @@ SPIKE, LOSS, GRADIENT = "spike", "loss", "gradient"
 Numbers = NDArray[np.float64]
 
 
-class Bucket(NamedTuple):
+class Bin(NamedTuple):
     """The points of a line that share a place: the last ``x`` of them, their least, greatest and mean ``y``, and their number."""
 
     x: float
@@ -70,17 +70,17 @@ class Columns:
         return float(self["time"][place - 1]) if place else math.nan
 
 
-def buckets(xs: ArrayLike, ys: ArrayLike, most: int = BUCKETS) -> list[Bucket]:
+def buckets(xs: ArrayLike, ys: ArrayLike, most: int = BUCKETS) -> list[Bin]:
     """Returns the finite points, in order of ``xs``, in at most ``most`` buckets of equal width.  Few points have a bucket each."""
     x, y = np.asarray(xs, float), np.asarray(ys, float)
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) <= most:
-        return [Bucket(at, value, value, value, 1) for at, value in zip(x.tolist(), y.tolist(), strict=True)]
+        return [Bin(at, value, value, value, 1) for at, value in zip(x.tolist(), y.tolist(), strict=True)]
     places = np.minimum((x - x[0]) / ((x[-1] - x[0]) or 1.0) * most // 1, most - 1)
     ends = [*np.flatnonzero(np.diff(places)) + 1, len(x)]
     parts = zip(x[np.array(ends) - 1].tolist(), np.split(y, ends[:-1]), strict=True)
-    return [Bucket(at, float(part.min()), float(part.max()), float(part.mean()), len(part)) for at, part in parts]
+    return [Bin(at, float(part.min()), float(part.max()), float(part.mean()), len(part)) for at, part in parts]
 
 
 def smoothed(ys: ArrayLike, width: int) -> Numbers:
@@ -94,7 +94,7 @@ def smoothed(ys: ArrayLike, width: int) -> Numbers:
     return np.where(known, sums / np.maximum(counts, 1.0), np.nan)
 
 
-def sampled(xs: Sequence[float] | Numbers, ys: Numbers) -> list[Bucket]:
+def sampled(xs: Sequence[float] | Numbers, ys: Numbers) -> list[Bin]:
     """Returns the points where :func:`buckets` ends its buckets."""
     ends = np.isin(xs, [each.x for each in buckets(xs, ys)]) & np.isfinite(ys)
     return buckets(np.asarray(xs)[ends], ys[ends], len(ys))

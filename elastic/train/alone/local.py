@@ -107,7 +107,7 @@ def run_local(
     if job.validation.by == "spares":  # there are none
         job = job.replace(validation=job.validation.model_copy(update={"by": "members"}))
     run, incarnation = begin(job)
-    with alone.Ending(run.store, job.name, incarnation) as ending:
+    with alone.EndWriter(run.store, job.name, incarnation) as ending:
         state, reason, step = _train(run, incarnation, device, show, build, ending)
         if ending.how is None:
             ending.how = Finished() if state == "Finished" else Stopped(reason)
@@ -115,7 +115,7 @@ def run_local(
 
 
 def _train(
-    run: Run, incarnation: int, device: torch.device, show: Callable[[Line], None], build: Build | None, ending: alone.Ending
+    run: Run, incarnation: int, device: torch.device, show: Callable[[Line], None], build: Build | None, ending: alone.EndWriter
 ) -> tuple[str, str, int]:
     job, start = run.job, run.standing(incarnation, time.time())
     with TemporaryDirectory() as folder, _last_words(Path(folder) / "counters") as counters:
@@ -201,7 +201,7 @@ class _Local:
     """Trains one run in this process."""
 
     def __init__(
-        self, run: Run, session: Session, world: World, start: RunState, show: Callable[[Line], None], ending: alone.Ending
+        self, run: Run, session: Session, world: World, start: RunState, show: Callable[[Line], None], ending: alone.EndWriter
     ) -> None:
         self.ending = ending
         self.last, self.why = start.enough or run.job.steps, start.why

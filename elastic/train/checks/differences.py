@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from elastic.train.checks.plain import Found
+    from elastic.train.checks.plain import PlainResult
 
 SMALL = 0.01
 """The part of the largest root mean square of a gradient below which that of a tensor is rounding, and is compared with this part."""
@@ -20,7 +20,7 @@ ROUNDED = 2.0**-22
 """The part by which weights in float32 are moved to see how sensitive a model is: two steps of the format."""
 
 
-def summary_of(found: Found, *, exact: bool) -> list[float]:
+def summary_of(found: PlainResult, *, exact: bool) -> list[float]:
     """Returns numbers that differ if the loss or any gradient does: its norm and, if ``exact``, the sum of its bits."""
     norms = [each.detach().norm().float() for each in found.grads.values()]
     told = [found.loss, found.count, *(torch.stack(norms).tolist() if norms else ())]

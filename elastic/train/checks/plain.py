@@ -49,7 +49,7 @@ DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F
 
 
 @dataclass
-class Found:
+class PlainResult:
     """The loss and the count of a microbatch, and the gradient of each trained parameter that has one."""
 
     loss: float
@@ -86,7 +86,7 @@ class TorchOptimizer:
             return None
         return TorchOptimizer(job, made)
 
-    def step(self, lr: float, found: Found) -> None:
+    def step(self, lr: float, found: PlainResult) -> None:
         """Updates by the mean gradient, clipped, with decoupled weight decay before it."""
         settings, grads = self.job.optim, [*found.grads.values()]
         norm = float(torch.stack([each.norm().double() for each in grads]).norm()) / max(found.count, 1)
@@ -224,7 +224,7 @@ class PlainSide:
             paged.initialise(lambda: shortened(**job.model_args), self.device, job.seed, keep, lambda name, nbytes: None, lambda: None)
         return model
 
-    def _plainly(self, model: nn.Module, batch: Batch, number: int, *, watch: bool = False) -> Found:
+    def _plainly(self, model: nn.Module, batch: Batch, number: int, *, watch: bool = False) -> PlainResult:
         """Computes a microbatch in plain torch; with ``watch`` no operation may write to a parameter."""
         for parameter in model.parameters():
             parameter.grad = None
@@ -241,7 +241,7 @@ class PlainSide:
                 f"the gradient of {sparse!r} of {self.job.model!r} is sparse, and sparse gradients cannot be summed in a fixed order; "
                 f"leave out sparse=True where the model calls torch.nn.functional.embedding"
             )
-        return Found(float(loss.detach()), float(count), grads)
+        return PlainResult(float(loss.detach()), float(count), grads)
 
     def _loss(self, model: nn.Module, batch: Batch, number: int) -> tuple[Tensor, Tensor | float]:
         seed_all(microbatch_seed(self.job.seed, 1, number), self.device)

@@ -39,7 +39,7 @@ from elastic.protocol.builds import Build
 from elastic.runs import branches, code, data, forks, harmed
 from elastic.runs.branches import Branches, Origin
 from elastic.runs.quarantine import held_in
-from elastic.runs.resume import Start
+from elastic.runs.resume import StartPoint
 from elastic.runs.run import Run
 from elastic.state.region import frame
 from elastic.state.streaming import SHARES, buffer_gb, group_bytes
@@ -79,7 +79,13 @@ class Checked:
 
 
 def preflight(
-    job: Job, *, local: bool = False, branch: bool = False, accept_code: bool = False, start: Start | None = None, run: Run | None = None
+    job: Job,
+    *,
+    local: bool = False,
+    branch: bool = False,
+    accept_code: bool = False,
+    start: StartPoint | None = None,
+    run: Run | None = None,
 ) -> Checked:
     """Checks before a worker starts what :func:`~elastic.train.checks.early.check_early` has not checked.  It leaves nothing in the bucket.
 
@@ -166,7 +172,7 @@ def _check_secrets(job: Job) -> list[str]:
     return notes
 
 
-def _check_origin(start: Start, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> list[str]:
+def _check_origin(start: StartPoint, origin: Origin, tensors: Sequence[Tensor], store: ObjectStore, build: Build) -> list[str]:
     """Returns what is to be said of the checkpoint of another run.
 
     Raises :class:`JobError` unless it fits the model and, if the run goes on from it, the samples.
@@ -393,7 +399,7 @@ def _check_flops(model: nn.Module, job: Job) -> None:
         ) from error
 
 
-def _check_code(run: Run, sources: Sources, start: Start | None, newest: Version, accept: bool) -> str:
+def _check_code(run: Run, sources: Sources, start: StartPoint | None, newest: Version, accept: bool) -> str:
     """Compares the job's code with that of the version that the run goes on from.  Returns and raises as the two checks do."""
     if start is None or start.at is None:
         return code.check(run, sources, newest, accept=accept)

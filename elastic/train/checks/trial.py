@@ -35,7 +35,7 @@ from elastic.job import Job
 from elastic.plan.layout import Layout
 from elastic.protocol.commit_record import Outcome, is_count
 from elastic.train.checks.differences import ROUNDED, apart_by, moved, parts_of
-from elastic.train.checks.plain import Batch, Found, PlainSide, Theirs, TooLarge, TorchOptimizer
+from elastic.train.checks.plain import Batch, PlainResult, PlainSide, Theirs, TooLarge, TorchOptimizer
 from elastic.train.checks.remembered import changed
 from elastic.train.initialise import cut
 from elastic.train.model import BUFFERS, State, build_model, remedy
@@ -164,7 +164,7 @@ class Trial(PlainSide):
                         )
                     cut(state, tensor, values[tensor.name].detach())
 
-    def _by_the_engine(self, state: State, batch: Batch, number: int) -> Found:
+    def _by_the_engine(self, state: State, batch: Batch, number: int) -> PlainResult:
         try:
             return self._in_the_engine(state, batch, number)
         except (ElasticError, torch.OutOfMemoryError):
@@ -190,7 +190,7 @@ class Trial(PlainSide):
             f"it, or take precision = 'fp32' with torch.autocast in the loss"
         )
 
-    def _in_the_engine(self, state: State, batch: Batch, number: int) -> Found:
+    def _in_the_engine(self, state: State, batch: Batch, number: int) -> PlainResult:
         scale, deal = state.optimizer.loss_scale.value, state.sync.begin_step(1)
         while True:
             state.train()
@@ -210,9 +210,9 @@ class Trial(PlainSide):
             scale /= 16  # as the run would find out in its first steps
         if scale != 1:
             grads = {name: each / scale for name, each in grads.items()}
-        return Found(float(loss.detach()), float(count), grads)
+        return PlainResult(float(loss.detach()), float(count), grads)
 
-    def _agree(self, model: nn.Module, batch: Batch, number: int, plain: Found, ours: Found) -> None:
+    def _agree(self, model: nn.Module, batch: Batch, number: int, plain: PlainResult, ours: PlainResult) -> None:
         """Raises :class:`ModelError` unless both have the same count, loss and gradients."""
         named = f"model = {self.job.model!r} with loss = {self.job.loss!r}"
         if name := min(plain.grads.keys() ^ ours.grads.keys(), default=""):
@@ -238,7 +238,7 @@ class Trial(PlainSide):
             raise ModelError(f"{named}: {wrong}; {self._why(model, batch, number, plain)}")
         self.largest = max(self.largest, apart_, parts.get(furthest, 0.0))
 
-    def _by_rounding(self, model: nn.Module, batch: Batch, number: int, plain: Found) -> tuple[float, dict[str, float]]:
+    def _by_rounding(self, model: nn.Module, batch: Batch, number: int, plain: PlainResult) -> tuple[float, dict[str, float]]:
         """Returns how far the loss and each gradient move at most, in float32, if the weights alone are rounded, in several ways."""
         before = [each.detach().clone() for each in model.parameters()]
         loss, parts = 0.0, dict.fromkeys(plain.grads, 0.0)
@@ -265,7 +265,7 @@ class Trial(PlainSide):
     def _dtype(self) -> torch.dtype:
         return torch.float16 if self.job.precision == "fp16" else torch.bfloat16
 
-    def _why(self, model: nn.Module, batch: Batch, number: int, plain: Found) -> str:
+    def _why(self, model: nn.Module, batch: Batch, number: int, plain: PlainResult) -> str:
         """Returns what may be the reason: inputs that are rounded, or something that nobody has thought of."""
         if not self.exact:
             plain = replace(plain, grads={name: each.clone() for name, each in plain.grads.items()})
@@ -292,7 +292,7 @@ class Trial(PlainSide):
             "If you know that the difference is right, trial = false goes on without a trial"
         )
 
-    def _same_values(self, state: State, model: nn.Module, before: Mapping[str, Tensor], plain: Found) -> None:
+    def _same_values(self, state: State, model: nn.Module, before: Mapping[str, Tensor], plain: PlainResult) -> None:
         """Raises :class:`ModelError` if an update gives a parameter other values than plain torch."""
         largest = max((float(each.norm()) / each.numel() ** 0.5 for each in plain.grads.values()), default=0.0)
         for name, parameter in model.named_parameters():
